@@ -1,0 +1,162 @@
+"""The pool of KV blocks: which are free, in what order they will be reused, and what the cached ones hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+
+class KVCacheBlock:
+    """One physical block: an index into the KV cache tensor, and its bookkeeping."""
+
+    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_cnt")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_cnt = 0  # live block tables that hold it
+        self.block_hash: bytes | None = None  # set while the prefix cache can find it
+        self.prev_free: KVCacheBlock | None = None
+        self.next_free: KVCacheBlock | None = None
+
+    def __repr__(self) -> str:
+        return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, cached={self.block_hash is not None})"
+
+
+class FreeKVCacheBlockQueue:
+    """Free blocks in the order in which they will be handed out.
+
+    A doubly linked list through the blocks themselves, so that a cached block which is hit again leaves the
+    middle of the queue in O(1). A deque would have to search for it.
+    """
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        # One sentinel closes the list to a ring: no operation has an "empty" or "at the end" case.
+        self.sentinel = KVCacheBlock(-1)
+        self.sentinel.prev_free = self.sentinel.next_free = self.sentinel
+        self.num_free_blocks = 0
+        self.append_n(blocks)
+
+    def _insert(self, blocks: Sequence[KVCacheBlock], before: KVCacheBlock) -> None:
+        last = before.prev_free
+        for block in blocks:
+            last.next_free = block
+            block.prev_free = last
+            last = block
+        last.next_free = before
+        before.prev_free = last
+        self.num_free_blocks += len(blocks)
+
+    def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._insert(blocks, self.sentinel)
+
+    def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._insert(blocks, self.sentinel.next_free)
+
+    def remove(self, block: KVCacheBlock) -> None:
+        block.prev_free.next_free = block.next_free
+        block.next_free.prev_free = block.prev_free
+        block.prev_free = block.next_free = None
+        self.num_free_blocks -= 1
+
+    def popleft(self) -> KVCacheBlock:
+        block = self.sentinel.next_free
+        if block is self.sentinel:
+            raise RuntimeError("the free queue is empty: the caller did not compare with num_free_blocks first")
+        self.remove(block)
+        return block
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        block = self.sentinel.next_free
+        while block is not self.sentinel:
+            yield block
+            block = block.next_free
+
+
+class BlockPool:
+    """All blocks, the free queue and the map from hash to cached blocks (vLLM 0.30.0, block_pool.py).
+
+    A freed block keeps its hash, and so can still be hit, until it is handed out again.
+    """
+
+    def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
+        self.enable_caching = enable_caching
+        self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
+        self.free_queue = FreeKVCacheBlockQueue(self.blocks)
+        # Block 0 is never handed out: padded block tables and unused slots can point at it without harm.
+        self.null_block = self.free_queue.popleft()
+        # Two requests that compute the same tokens at the same time publish one hash twice. Both blocks stay (a
+        # block table never changes), and a look-up takes the first: hence a list.
+        self.cached_blocks: dict[bytes, list[KVCacheBlock]] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.free_queue.num_free_blocks
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return len(self.blocks) - 1
+
+    @property
+    def usage(self) -> float:
+        """Share of the usable blocks that some request holds, 0 to 1."""
+        return 1.0 - self.num_free_blocks / self.num_usable_blocks
+
+    def get_cached_block(self, block_hash: bytes) -> KVCacheBlock | None:
+        blocks = self.cached_blocks.get(block_hash)
+        return blocks[0] if blocks else None
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take `num_blocks` from the head of the free queue; what they cached is forgotten.
+
+        The caller has made sure that there are enough.
+        """
+        new_blocks = []
+        for _ in range(num_blocks):
+            block = self.free_queue.popleft()
+            if block.block_hash is not None:
+                self.evict(block)
+            block.ref_cnt = 1
+            new_blocks.append(block)
+        return new_blocks
+
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Add one reference to each block of a hit; those that were free leave the queue."""
+        for block in blocks:
+            if block.ref_cnt == 0:
+                self.free_queue.remove(block)
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Drop one reference of each, in the given order.
+
+        Blocks that nobody holds any more become free: those without a hash go to the front of the queue (nothing
+        is lost by reusing them), those with a hash to the back.
+        """
+        unhashed, hashed = [], []
+        for block in blocks:
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                (unhashed if block.block_hash is None else hashed).append(block)
+        self.free_queue.prepend_n(unhashed)
+        self.free_queue.append_n(hashed)
+
+    def publish(self, block: KVCacheBlock, block_hash: bytes) -> None:
+        """Make a full block findable under its hash."""
+        block.block_hash = block_hash
+        self.cached_blocks.setdefault(block_hash, []).append(block)
+
+    def evict(self, block: KVCacheBlock) -> None:
+        """Take a block out of the hash map; its table entries, if any, stay."""
+        blocks = self.cached_blocks[block.block_hash]
+        blocks.remove(block)
+        if not blocks:
+            del self.cached_blocks[block.block_hash]
+        block.block_hash = None
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all hashes. Only when no request holds a block; False, with nothing changed, otherwise."""
+        if self.num_free_blocks != self.num_usable_blocks:
+            return False
+        self.cached_blocks.clear()
+        for block in self.blocks:
+            block.block_hash = None
+        return True

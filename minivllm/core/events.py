@@ -1,0 +1,83 @@
+"""The event log: one record a step, from which every figure, metric and test reads."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """What happened in one engine step. `start` and `end` are the engine's clock, in seconds.
+
+    scheduled: request id -> tokens computed in this step, in scheduling order.
+    computed: request id -> tokens in the cache after this step.
+    new_blocks: request id -> block ids; the whole table when the request was admitted in this step (its first
+    `hits[id]` tokens came from the prefix cache), otherwise the additions. Requests that needed none are absent.
+    num_*: counts right after scheduling.
+    """
+
+    step: int
+    start: float
+    end: float
+    scheduled: Mapping[str, int]
+    computed: Mapping[str, int]
+    new_blocks: Mapping[str, Sequence[int]]
+    hits: Mapping[str, int]
+    preempted: Sequence[str]
+    finished: Sequence[str]
+    num_free_blocks: int
+    num_running: int
+    num_waiting: int
+
+
+class EventLog:
+    """The last `max_steps` step events (all of them with None), oldest first."""
+
+    def __init__(self, max_steps: int | None = None) -> None:
+        self._events: deque[StepEvent] = deque(maxlen=max_steps)
+
+    def append(self, event: StepEvent) -> None:
+        self._events.append(event)
+
+    def clear(self) -> None:
+        self._events.clear()
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def __iter__(self) -> Iterator[StepEvent]:
+        return iter(self._events)
+
+    def __getitem__(self, index: int) -> StepEvent:
+        return self._events[index]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row a step, indexed by step number; times in seconds, tokens and blocks as counts."""
+        import pandas
+
+        rows = [
+            {
+                "step": event.step,
+                "start_s": event.start,
+                "duration_s": event.end - event.start,
+                "requests": len(event.scheduled),
+                "tokens": sum(event.scheduled.values()),
+                "hit_tokens": sum(event.hits.values()),
+                "new_blocks": sum(
+                    len(ids) for ids in event.new_blocks.values()
+                ),  # hit blocks of an admitted request counted in
+                "preempted": len(event.preempted),
+                "finished": len(event.finished),
+                "free_blocks": event.num_free_blocks,
+                "running": event.num_running,
+                "waiting": event.num_waiting,
+            }
+            for event in self._events
+        ]
+        return pandas.DataFrame(rows).set_index("step") if rows else pandas.DataFrame()

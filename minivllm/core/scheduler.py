@@ -1,0 +1,277 @@
+"""Which tokens the next forward pass computes: the scheduler of vLLM 0.30.0 (v1/core/sched/scheduler.py).
+
+There is no prefill phase and no decode phase. Each request has `num_computed_tokens` chasing its `num_tokens`, and
+a step hands out a budget of tokens: first to the running requests, then to the waiting ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.core.kv_cache_manager import KVCacheManager
+from minivllm.core.request_queue import create_request_queue
+from minivllm.request import Request, RequestStatus
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """What one step computes, and what an executor must know to keep its own state in step.
+
+    `num_scheduled_tokens` and `scheduled` are in scheduling order. `new_block_ids` holds the whole table of an
+    admitted request (its first `num_hit_tokens` tokens are cached), and only the additions of a running one.
+    """
+
+    step: int
+    scheduled: list[Request] = field(default_factory=list)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    new_block_ids: dict[str, list[int]] = field(default_factory=dict)
+    num_hit_tokens: dict[str, int] = field(default_factory=dict)
+    preempted: list[Request] = field(default_factory=list)
+    # Ended or aborted since the step before: an executor can forget them.
+    finished_req_ids: list[str] = field(default_factory=list)
+    # Counts right after scheduling, for the event log.
+    num_free_blocks: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+class Scheduler:
+    """Owns every request from `add_request` until it ends; decides, and never computes."""
+
+    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
+        self.config = config
+        self.max_model_len = config.max_model_len
+        self.kv_cache_manager = KVCacheManager(cache_config, config.max_model_len)
+        self.requests: dict[str, Request] = {}
+        self.waiting = create_request_queue(config.policy)
+        self.running: list[Request] = []
+        self.step = 0
+        self._finished_req_ids: list[str] = []
+
+    # ---- requests come and go ----------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; ValueError if its id is in use or it could never run in this pool."""
+        if request.request_id in self.requests:
+            raise ValueError(f"request id {request.request_id!r} is in use; give each request an id of its own.")
+        self._check_fits(request)
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def _check_fits(self, request: Request) -> None:
+        # The last token is sampled and never written, hence the - 1.
+        max_tokens = self.max_model_len if request.max_tokens is None else request.max_tokens
+        longest = min(request.num_prompt_tokens + max_tokens, self.max_model_len)
+        block_size = self.kv_cache_manager.block_size
+        needed = -(-(longest - 1) // block_size)
+        usable = self.kv_cache_manager.block_pool.num_usable_blocks
+        if needed > usable:
+            raise ValueError(
+                f"Request {request.request_id!r} can grow to {longest:,} tokens and then needs {needed:,} KV blocks of "
+                f"{block_size}, but the pool has {usable:,} usable blocks ({usable * block_size + 1:,} tokens fit). "
+                f"Shorten the prompt or max_tokens, or give the cache more memory."
+            )
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
+        """End requests from outside (an abort, a stop string); unknown ids are ignored, since a request may have
+        ended by itself in the meantime. Returns those that this call ended."""
+        requests = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
+        self._leave_queues(requests)
+        for request in requests:
+            self._finish(request, status)
+        return requests
+
+    def _leave_queues(self, requests: Sequence[Request]) -> None:
+        running = {request for request in requests if request.status == RequestStatus.RUNNING}
+        if running:
+            self.running = [request for request in self.running if request not in running]
+        if len(running) < len(requests):
+            self.waiting.remove(request for request in requests if request not in running)
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        request.status = status
+        self.kv_cache_manager.free(request)
+        del self.requests[request.request_id]
+        self._finished_req_ids.append(request.request_id)
+
+    # ---- one step ----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the tokens of the next step, give them slots, and advance `num_computed_tokens` past them."""
+        output = SchedulerOutput(self.step)
+        self.step += 1
+        output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
+
+        budget = self._schedule_running(output)
+        # A step that had to preempt is short of blocks; admitting now would only cause the next preemption.
+        if not output.preempted:
+            self._schedule_waiting(output, budget)
+
+        num_scheduled_tokens = output.num_scheduled_tokens
+        for request in output.scheduled:
+            request.num_computed_tokens += num_scheduled_tokens[request.request_id]
+        output.num_free_blocks = self.kv_cache_manager.block_pool.num_free_blocks
+        output.num_running = len(self.running)
+        output.num_waiting = len(self.waiting)
+        return output
+
+    def _schedule_running(self, output: SchedulerOutput) -> int:
+        """Give every running request its next tokens, preempting from the end if blocks run out; the budget left."""
+        budget = self.config.max_num_batched_tokens
+        threshold = self.config.long_prefill_token_threshold
+        last_position = self.max_model_len - 1
+        allocate_slots = self.kv_cache_manager.allocate_slots
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            num_computed = request.num_computed_tokens
+            num_new = request.num_tokens - num_computed
+            if 0 < threshold < num_new:
+                num_new = threshold
+            # Conditional expressions, not min(): this loop is the scheduler's cost.
+            if num_new > budget:
+                num_new = budget
+            if num_new > last_position - num_computed:
+                num_new = last_position - num_computed
+            if num_new == 0:
+                index += 1
+                continue
+
+            new_blocks = allocate_slots(request, num_new)
+            while new_blocks is None:
+                victim, victim_index = self._choose_victim()
+                del self.running[victim_index]
+                if victim_index < index:
+                    index -= 1
+                budget += self._preempt(victim, output)
+                if victim is request:
+                    return budget  # nobody is left to take blocks from
+                new_blocks = allocate_slots(request, num_new)
+
+            output.scheduled.append(request)
+            output.num_scheduled_tokens[request.request_id] = num_new
+            if new_blocks:
+                output.new_block_ids[request.request_id] = [block.block_id for block in new_blocks]
+            budget -= num_new
+            index += 1
+        return budget
+
+    def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
+        """Admit waiting requests in order until the budget, the seats or the blocks run out."""
+        config, kv = self.config, self.kv_cache_manager
+        while self.waiting and budget > 0 and len(self.running) < config.max_num_seqs:
+            request = self.waiting.peek()
+            hits = kv.get_computed_blocks(request)
+            num_hit_tokens = len(hits) * kv.block_size
+            num_new = request.num_tokens - num_hit_tokens
+            if 0 < config.long_prefill_token_threshold < num_new:
+                num_new = config.long_prefill_token_threshold
+            if num_new > budget:
+                if not config.enable_chunked_prefill:
+                    break
+                num_new = budget
+
+            new_blocks = kv.allocate_slots(
+                request,
+                num_new,
+                hits,
+                admission=True,
+                reserve_full_sequence=config.scheduler_reserve_full_isl,
+                watermark=bool(self.running),
+            )
+            if new_blocks is None:
+                break  # head-of-line blocking: nobody overtakes
+
+            self.waiting.pop()
+            if kv.lookup_enabled(request):
+                kv.prefix_cache_stats.record(request, num_hit_tokens)
+            if request.num_cached_tokens < 0:
+                request.num_cached_tokens = num_hit_tokens
+            request.status = RequestStatus.RUNNING
+            request.num_computed_tokens = num_hit_tokens
+            self.running.append(request)
+            output.scheduled.append(request)
+            output.num_scheduled_tokens[request.request_id] = num_new
+            output.new_block_ids[request.request_id] = kv.get_block_ids(request.request_id)
+            output.num_hit_tokens[request.request_id] = num_hit_tokens
+            budget -= num_new
+
+    def _choose_victim(self) -> tuple[Request, int]:
+        """FCFS: the last to start. PRIORITY: the largest (priority, arrival time)."""
+        if self.config.policy == "priority":
+            victim = max(self.running, key=lambda request: (request.priority, request.arrival_time))
+            return victim, self.running.index(victim)
+        return self.running[-1], len(self.running) - 1
+
+    def _preempt(self, victim: Request, output: SchedulerOutput) -> int:
+        """Take all blocks of `victim` and queue it again, to be recomputed; returns the budget that this gives back."""
+        restored = 0
+        if victim.request_id in output.num_scheduled_tokens:
+            restored = output.num_scheduled_tokens.pop(victim.request_id)
+            output.scheduled.remove(victim)
+            output.new_block_ids.pop(victim.request_id, None)
+        # What this step has published for the victim will not be computed: see free_unfilled.
+        self.kv_cache_manager.free_unfilled(victim, victim.num_computed_tokens)
+        victim.status = RequestStatus.PREEMPTED
+        victim.num_computed_tokens = 0
+        victim.num_preemptions += 1
+        self.waiting.put_back(victim)
+        output.preempted.append(victim)
+        return restored
+
+    def update_from_output(self, output: SchedulerOutput, sampled: Sequence[int | None]) -> list[Request]:
+        """Append the sampled tokens (one per scheduled request, None while its prompt is unfinished).
+
+        Returns the requests that ended; their blocks are free again, one request after another.
+        """
+        finished: list[Request] = []
+        for request, token_id in zip(output.scheduled, sampled, strict=True):
+            if token_id is None:
+                continue
+            request.append_output_token_id(token_id)
+            status = check_stop(request, token_id, self.max_model_len)
+            if status is not None:
+                self._finish(request, status)
+                finished.append(request)
+        if finished:
+            self.running = [request for request in self.running if not request.is_finished]
+        return finished
+
+    def fail_step(self, output: SchedulerOutput) -> list[Request]:
+        """End every request of a step whose forward pass failed; nothing that it should have filled can be hit."""
+        for request in output.scheduled:
+            num_filled = request.num_computed_tokens - output.num_scheduled_tokens[request.request_id]
+            self.kv_cache_manager.free_unfilled(request, num_filled)
+        return self.finish_requests(list(output.num_scheduled_tokens), RequestStatus.FINISHED_ERROR)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached blocks. While requests run this refuses (False), unless they may be preempted first."""
+        if reset_running_requests:
+            # Last first, so that the queue gets them back in their old order.
+            output = SchedulerOutput(self.step)
+            while self.running:
+                self._preempt(self.running.pop(), output)
+        return self.kv_cache_manager.reset_prefix_cache()
+
+
+def check_stop(request: Request, token_id: int, max_model_len: int) -> RequestStatus | None:
+    """Why `request` ends with `token_id`, or None: first EOS, then a stop token, then length."""
+    if token_id == request.eos_token_id:
+        return RequestStatus.FINISHED_STOPPED
+    if token_id in request.stop_token_ids:
+        request.stop_reason = token_id
+        return RequestStatus.FINISHED_STOPPED
+    if request.num_tokens >= max_model_len or (
+        request.max_tokens is not None and request.num_output_tokens >= request.max_tokens
+    ):
+        return RequestStatus.FINISHED_LENGTH_CAPPED
+    return None

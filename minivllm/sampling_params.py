@@ -1,0 +1,110 @@
+"""How to choose the next token. Names, defaults and ranges are those of vLLM 0.30.0."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+# vLLM treats smaller temperatures as greedy, and lifts those just above it: logits divided by less overflow.
+GREEDY_BELOW = 1e-5
+MIN_TEMPERATURE = 1e-2
+
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one request; ValueError on a value that cannot be meant.
+
+    n: sequences to generate; each is a request of its own (seed + index).
+    temperature: 0 is greedy. top_k: 0 or -1 is off. top_p: 1.0 is off. min_p: 0.0 is off.
+    seed: fixes the random numbers, which depend on nothing but it and the position.
+    max_tokens: None means as many as max_model_len allows. min_tokens: EOS and stop tokens are masked until then.
+    stop: strings that end the text (and are cut from it unless `include_stop_str_in_output`).
+    logprobs, prompt_logprobs: how many of the likeliest tokens to report per position (-1: all of them).
+    presence_penalty, frequency_penalty look at the output; repetition_penalty at prompt and output.
+    logit_bias: token id -> number added to its logit.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        self.stop_token_ids = list(self.stop_token_ids or ())
+        self.logit_bias = dict(self.logit_bias or {})
+        self._check()
+        if 0 < self.temperature < GREEDY_BELOW:
+            self.temperature = 0.0
+        elif GREEDY_BELOW <= self.temperature < MIN_TEMPERATURE:
+            self.temperature = MIN_TEMPERATURE
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    def _check(self) -> None:
+        whole = {"n": 1, "top_k": -1, "min_tokens": 0}
+        for name, minimum in whole.items():
+            _check_int(name, getattr(self, name), minimum)
+        for name, minimum in {"max_tokens": 1, "logprobs": -1, "prompt_logprobs": -1}.items():
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), minimum)
+        if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
+            raise ValueError(f"seed must be a whole number or None, got {self.seed!r}.")
+
+        _check_range("temperature", self.temperature, 0.0, 2.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0, open_below=True)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_below=True)
+
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).")
+        if self.n > 1 and self.temperature < GREEDY_BELOW:
+            raise ValueError(
+                f"n={self.n} with temperature 0 would give {self.n} equal answers. Use n=1, or a temperature above 0."
+            )
+        if not all(isinstance(s, str) and s for s in self.stop):
+            raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}.")
+        if not all(isinstance(t, int) and not isinstance(t, bool) for t in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids must hold whole numbers, got {self.stop_token_ids!r}.")
+        for token_id, bias in self.logit_bias.items():
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise ValueError(f"logit_bias keys must be token ids (whole numbers), got {token_id!r}.")
+            if not isinstance(bias, (int, float)) or not math.isfinite(bias):
+                raise ValueError(f"logit_bias of token {token_id} must be a finite number, got {bias!r}.")
+
+
+def _check_int(name: str, value: object, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        off = {"top_k": " (0 or -1: off)", "logprobs": " (-1: all)", "prompt_logprobs": " (-1: all)"}.get(name, "")
+        raise ValueError(f"{name} must be a whole number of at least {minimum}{off}, got {value!r}.")
+
+
+def _check_range(name: str, value: object, low: float, high: float, *, open_below: bool = False) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or value < low or value > high or (open_below and value == low):
+        bounds = f"{'(' if open_below else '['}{low:g}, {high:g}{')' if high == math.inf else ']'}"
+        raise ValueError(f"{name} must be a finite number in {bounds}, got {value!r}.")

@@ -1,8 +1,43 @@
-"""What a checkpoint's config.json says, under one set of names."""
+"""What a checkpoint's config.json says, under one set of names.
+
+The field names differ between families (`n_embd`, `hidden_size`) and between versions of transformers
+(`rope_theta` + `rope_scaling` + `torch_dtype` up to 4, `rope_parameters` + `dtype` from 5). Everything
+above this module sees `ModelConfig` only. A setting that would change the arithmetic in a way that the
+models here do not implement is refused by its name, never ignored.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: the base `theta` and how its frequencies are stretched.
+
+    `factor` is used by linear, llama3 and yarn; `original_max_position_embeddings` (tokens) by llama3 and
+    yarn; the two `*_freq_factor` by llama3; the rest by yarn. Meanings as in transformers' `rope_parameters`.
+    """
+
+    theta: float = 10000.0
+    type: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.type not in ROPE_TYPES:
+            raise ValueError(f"rope type {self.type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
 
 
 @dataclass(frozen=True)
@@ -19,3 +54,252 @@ class ModelConfig:
     hidden_act: str
     norm_eps: float
     tie_word_embeddings: bool
+    rope: RopeConfig | None = None  # None: learned positions (GPT-2)
+    qkv_bias: bool = False
+    o_proj_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None  # tokens; None also when the config names a window that is switched off
+    dtype: str | None = None  # the checkpoint's: "float32", "bfloat16" or "float16"
+    eos_token_ids: tuple[int, ...] = ()
+    architectures: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) is not a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+        if self.rope is not None and self.head_dim % 2:
+            raise ValueError(f"RoPE rotates pairs, so head_dim must be even; it is {self.head_dim}")
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens (prompt and output together) that a sequence may have.
+
+        As vLLM derives it: `max_position_embeddings`, times the factor of linear RoPE; for yarn the *original*
+        length times the factor (configs disagree on whether `max_position_embeddings` is already stretched);
+        for llama3 as it stands. A sliding window caps it, because up to the window's length windowed and full
+        attention are the same, and full attention is what this engine has.
+        """
+        length = self.max_position_embeddings
+        if self.rope is not None and self.rope.type == "linear":
+            length = int(length * self.rope.factor)
+        elif self.rope is not None and self.rope.type == "yarn":
+            length = int(self.rope.original_max_position_embeddings * self.rope.factor)
+        return length if self.sliding_window is None else min(length, self.sliding_window)
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> ModelConfig:
+        """Read a Hugging Face config.json, older or transformers 5 spelling.
+
+        Raises ValueError, naming the key, for an unsupported model type, RoPE type or option, and for a missing key.
+        """
+        model_type = config.get("model_type")
+        if model_type not in _READERS:
+            raise ValueError(
+                f"model_type {model_type!r} (architectures: {config.get('architectures')}) is not supported; "
+                f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
+            )
+        if config.get("quantization_config"):
+            method = config["quantization_config"].get("quant_method", "unknown")
+            raise ValueError(f"quantised checkpoints (quantization_config, method {method!r}) are not supported")
+        return cls(
+            model_type=model_type,
+            vocab_size=_require(config, "vocab_size"),
+            dtype=_dtype(config),
+            eos_token_ids=as_token_ids(config.get("eos_token_id")),
+            architectures=tuple(config.get("architectures") or ()),
+            **_READERS[model_type](config),
+        )
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """When a model stops, and the sampling values that its authors recommend (None: they name none)."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+    @classmethod
+    def from_hf(cls, generation_config: dict[str, Any], *eos_token_ids: int) -> GenerationConfig:
+        """Read a generation_config.json ({} if there is none); `eos_token_ids` follow its own, without repeats."""
+        eos = as_token_ids(generation_config.get("eos_token_id")) + eos_token_ids
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+        return cls(tuple(dict.fromkeys(eos)), **{name: generation_config.get(name) for name in names})
+
+
+def as_token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """The token ids of a field that may hold none, one or a list."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _read_gpt2(config: dict[str, Any]) -> dict[str, Any]:
+    for key, supported in (
+        ("scale_attn_weights", True),
+        ("scale_attn_by_inverse_layer_idx", False),
+        ("add_cross_attention", False),
+    ):
+        if config.get(key, supported) != supported:
+            raise ValueError(f"{key}={config[key]} is not supported; only {key}={supported} is")
+    hidden_size, num_heads = _require(config, "n_embd"), _require(config, "n_head")
+    return dict(
+        hidden_size=hidden_size,
+        num_hidden_layers=_require(config, "n_layer"),
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        head_dim=_split_heads(hidden_size, num_heads),
+        intermediate_size=config.get("n_inner") or 4 * hidden_size,
+        max_position_embeddings=_require(config, "n_positions"),
+        hidden_act=config.get("activation_function", "gelu_new"),
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        tie_word_embeddings=config.get("tie_word_embeddings", True),
+        qkv_bias=True,
+        o_proj_bias=True,
+        mlp_bias=True,
+    )
+
+
+def _read_llama(config: dict[str, Any]) -> dict[str, Any]:
+    hidden_size, num_heads = _require(config, "hidden_size"), _require(config, "num_attention_heads")
+    max_position_embeddings = _require(config, "max_position_embeddings")
+    head_dim = config.get("head_dim")
+    return dict(
+        hidden_size=hidden_size,
+        num_hidden_layers=_require(config, "num_hidden_layers"),
+        num_attention_heads=num_heads,
+        num_key_value_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=_split_heads(hidden_size, num_heads) if head_dim is None else head_dim,
+        intermediate_size=_require(config, "intermediate_size"),
+        max_position_embeddings=max_position_embeddings,
+        hidden_act=config.get("hidden_act", "silu"),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        tie_word_embeddings=config.get("tie_word_embeddings", False),
+        rope=_read_rope(config, max_position_embeddings),
+        qkv_bias=config.get("attention_bias", False),
+        o_proj_bias=config.get("attention_bias", False),
+        mlp_bias=config.get("mlp_bias", False),
+        sliding_window=_active_window(config),
+    )
+
+
+def _read_mistral(config: dict[str, Any]) -> dict[str, Any]:
+    # Transformers' default when the key is absent; Mistral 0.3 and later write null, which means none.
+    config = {"sliding_window": 4096, **config}
+    return _read_llama(config) | dict(qkv_bias=False, o_proj_bias=False, mlp_bias=False)
+
+
+def _read_qwen2(config: dict[str, Any]) -> dict[str, Any]:
+    config = {"use_sliding_window": False, **config}
+    return _read_llama(config) | dict(qkv_bias=True, o_proj_bias=False, mlp_bias=False)
+
+
+def _read_qwen3(config: dict[str, Any]) -> dict[str, Any]:
+    # Qwen3's head_dim is its own setting, with a default: 0.6B has 16 heads of 128 on a hidden size of 1024.
+    config = {"use_sliding_window": False, "head_dim": 128, **config}
+    return _read_llama(config) | dict(mlp_bias=False, qk_norm=True)
+
+
+_READERS = {
+    "gpt2": _read_gpt2,
+    "llama": _read_llama,
+    "mistral": _read_mistral,
+    "qwen2": _read_qwen2,
+    "qwen3": _read_qwen3,
+}
+SUPPORTED_MODEL_TYPES = tuple(_READERS)
+
+
+def _require(config: dict[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value <= 0:
+        found = f"{value!r} is not a positive integer" if key in config else "it is missing"
+        raise ValueError(f"config.json needs {key!r}: {found}")
+    return value
+
+
+def _split_heads(hidden_size: int, num_heads: int) -> int:
+    if hidden_size % num_heads:
+        raise ValueError(f"hidden size {hidden_size} does not divide into {num_heads} heads, and no head_dim is given")
+    return hidden_size // num_heads
+
+
+def _dtype(config: dict[str, Any]) -> str | None:
+    name = config.get("dtype") or config.get("torch_dtype")
+    if name is None:
+        return None
+    name = str(name).removeprefix("torch.")
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype {name!r} is not supported; supported: float32, bfloat16, float16")
+    return name
+
+
+def _active_window(config: dict[str, Any]) -> int | None:
+    """The sliding window in tokens, or None if no layer uses one."""
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        # Qwen's older spelling: the first `max_window_layers` layers attend fully, the others in the window.
+        full_layers = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
+        return window if full_layers < config["num_hidden_layers"] else None
+    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(f"layer_types {', '.join(unknown)} are not supported; supported: full_attention, "
+                         "sliding_attention")
+    if "sliding_attention" not in layer_types:
+        return None
+    if window is None:
+        raise ValueError("layer_types has sliding_attention layers, but no sliding_window is active")
+    return window
+
+
+def _read_rope(config: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
+    """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+
+    Precedence as in transformers 5: a non-empty `rope_scaling` over `rope_parameters`, a theta inside either
+    over `rope_theta` beside it.
+    """
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        per_layer_type = list(rope.values())
+        if any(value != per_layer_type[0] for value in per_layer_type):
+            raise ValueError(f"rope_parameters that differ by layer type ({', '.join(rope)}) are not supported")
+        rope = per_layer_type[0]
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in ROPE_TYPES:
+        raise ValueError(f"rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise ValueError(f"partial_rotary_factor={partial} is not supported; only whole heads are rotated")
+    if rope.get("mrope_section"):
+        raise ValueError("mrope_section (multimodal RoPE) is not supported")
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    if rope_type == "default":
+        return RopeConfig(theta=theta)
+
+    # Outside the dict it wins, as in transformers; absent, the model was trained at the length the config states.
+    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    original = original or max_position_embeddings
+    factor = rope.get("factor")
+    if factor is None and rope_type == "yarn":
+        factor = max_position_embeddings / original
+    needed = ("low_freq_factor", "high_freq_factor") if rope_type == "llama3" else ()
+    missing = [key for key in needed if rope.get(key) is None] + (["factor"] if factor is None else [])
+    if missing:
+        raise ValueError(f"rope type {rope_type!r} needs {', '.join(missing)} in rope_parameters (or rope_scaling)")
+    optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
+                "mscale_all_dim", "truncate")
+    return RopeConfig(
+        theta=theta,
+        type=rope_type,
+        factor=factor,
+        original_max_position_embeddings=original,
+        **{key: rope[key] for key in optional if rope.get(key) is not None},
+    )

@@ -2,12 +2,12 @@
 
 The model never sees a batch, a cache or a mask. It gets the step's tokens in one flat row, projects them
 to q, k, v, and hands those to `attend`, which the caller supplies: plain causal attention in training,
-attention over pages when serving. Parameter names are those of Hugging Face's `GPT2LMHeadModel`.
+attention over pages when serving. Parameter names are those of Hugging Face's
+`GPT2LMHeadModel`, less the `transformer.` prefix, which only some checkpoints carry.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from minivllm.model_config import ModelConfig
@@ -68,7 +68,11 @@ class GPT2(nn.Module):
         self.h = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make the output head the token embedding itself, where the config says so."""
+        if self.config.tie_word_embeddings:
             self.lm_head.weight = self.wte.weight
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from minivllm.model_config import GenerationConfig, ModelConfig
 from minivllm.models.gpt2 import GPT2
@@ -226,6 +227,16 @@ def _model_class(config: ModelConfig) -> type[nn.Module]:
     return GPT2 if config.model_type == "gpt2" else Llama
 
 
+class _SkipRandomInit(TorchFunctionMode):
+    """Modules built inside keep their weights unfilled. (On the meta device filling is free in principle, but
+    `normal_` there imports PyTorch's compiler, which takes five seconds.)"""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (nn.init.normal_, nn.init.kaiming_uniform_, nn.init.uniform_):
+            return kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 def _random_model(config: ModelConfig, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -234,7 +245,7 @@ def _random_model(config: ModelConfig, seed: int) -> nn.Module:
 
 def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A model whose parameters are allocated, tied and not filled: no time goes into random numbers."""
-    with torch.device("meta"):
+    with torch.device("meta"), _SkipRandomInit():
         model = _model_class(config)(config)
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")

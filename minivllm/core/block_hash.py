@@ -12,7 +12,9 @@ from minivllm.request import Request
 SEED_HASH = sha256(b"minivllm").digest()
 
 
-def hash_block_tokens(parent_hash: bytes, token_ids: Sequence[int], extra_keys: Sequence[tuple[str, str]] = ()) -> bytes:
+def hash_block_tokens(
+    parent_hash: bytes, token_ids: Sequence[int], extra_keys: Sequence[tuple[str, str]] = ()
+) -> bytes:
     """sha256 over (parent hash, the block's token ids, extra keys), each with its length, so that no two inputs
     encode alike.
 

@@ -111,7 +111,9 @@ class KVCacheManager:
             table: list[KVCacheBlock] = []
             # Hits that nobody holds sit in the free queue: taking them makes the free count smaller too.
             taken = sum(block.ref_cnt == 0 for block in hits) + (self.watermark_blocks if watermark else 0)
-            must_fit = max(num_slots, min(request.num_tokens, self.max_model_len)) if reserve_full_sequence else num_slots
+            must_fit = (
+                max(num_slots, min(request.num_tokens, self.max_model_len)) if reserve_full_sequence else num_slots
+            )
             if -(-must_fit // block_size) - len(hits) + taken > pool.num_free_blocks:
                 return None
             pool.touch(hits)

@@ -1,0 +1,129 @@
+"""How many KV blocks the machine can hold, and what to run on."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from minivllm.config import CacheConfig, cdiv
+from minivllm.model_config import ModelConfig
+
+GIB = 2**30
+DEFAULT_CPU_KV_BYTES = 1 * GIB
+
+
+def resolve_device(device: str | torch.device) -> tuple[torch.device, str | None]:
+    """The device to run on, and a word to the user where it is not what one would expect.
+
+    "auto": CUDA if there is one; Apple's MPS if a small attention runs on it; otherwise the CPU.
+    """
+    if str(device) != "auto":
+        device = torch.device(device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device='{device}', but torch {torch.__version__} sees no CUDA GPU. Use device='cpu'.")
+        return device, None
+    if torch.cuda.is_available():
+        return torch.device("cuda"), None
+    if torch.backends.mps.is_available():
+        problem = _try_mps()
+        if problem is None:
+            return torch.device("mps"), None
+        return torch.device("cpu"), f"MPS is present but failed a trial ({problem}); using the CPU."
+    return torch.device("cpu"), None
+
+
+def _try_mps() -> str | None:
+    try:
+        x = torch.ones(1, 2, 4, 8, device="mps")
+        mask = torch.ones(4, 4, dtype=torch.bool, device="mps").tril()
+        y = torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        y.view(-1).index_copy_(0, torch.arange(8, device="mps"), x.view(-1)[:8])
+        return None if torch.isfinite(y).all().item() else "attention gave NaN"
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error).splitlines()[0]
+
+
+def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """2 (K and V) x layers x KV heads x head_dim x bytes x block_size."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize * block_size
+
+
+def default_batch_limits(device: torch.device) -> tuple[int, int]:
+    """(max_num_batched_tokens, max_num_seqs) of vLLM 0.30.0's offline LLM class for this device."""
+    if device.type != "cuda":
+        return 4096, 256
+    gib = torch.cuda.get_device_properties(device).total_memory / GIB
+    name = torch.cuda.get_device_name(device).lower()
+    if gib >= 70 and "a100" not in name:
+        return 16384, 1024
+    return 8192, 256
+
+
+def choose_num_blocks(
+    config: ModelConfig,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    max_model_len: int,
+    max_num_seqs: int,
+    available_bytes: int,
+) -> int:
+    """Blocks that fit into `available_bytes`, the null block included, but no more than `max_num_seqs` requests of
+    full length could use. ValueError if there is not room for a single request of `max_model_len`."""
+    per_block = kv_bytes_per_block(config, block_size, dtype)
+    num_blocks = available_bytes // per_block
+    useful = max_num_seqs * cdiv(max_model_len, block_size) + 1
+    num_blocks = min(num_blocks, useful)
+    if num_blocks < 2:
+        raise ValueError(
+            f"No room for the KV cache: {max(available_bytes, 0) / GIB:.3f} GiB are left for it, and one block of "
+            f"{block_size} tokens takes {per_block / GIB:.4f} GiB; two are the least (one is the null block). "
+            f"Give it more memory (kv_cache_memory_bytes, gpu_memory_utilization) or use a smaller model."
+        )
+    CacheConfig(num_blocks=num_blocks, block_size=block_size).check_one_request_fits(max_model_len)
+    return num_blocks
+
+
+def cpu_kv_bytes() -> int:
+    """The default on a CPU: 1 GiB, or a quarter of the machine's memory where that is less."""
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return DEFAULT_CPU_KV_BYTES
+    return min(DEFAULT_CPU_KV_BYTES, total // 4)
+
+
+def cuda_kv_bytes(total: int, used_by_others: int, peak: int, utilization: float) -> int:
+    """What `gpu_memory_utilization` leaves for the cache: its share of the GPU, less everything that is already
+    there or will be during a step. `peak` is this process's profiled maximum: weights and activations, in bytes."""
+    return int(total * utilization) - used_by_others - peak
+
+
+@torch.inference_mode()
+def profile_cuda_peak(
+    model: torch.nn.Module, config: ModelConfig, device: torch.device, num_tokens: int
+) -> tuple[int, int]:
+    """(peak bytes of this process, bytes used by others) in a forward pass over `num_tokens` tokens.
+
+    The pass attends within itself and samples for every row, so it is at least as large as any real step.
+    """
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    used_by_others = total - free - torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    positions = torch.arange(num_tokens, device=device) % config.max_position_embeddings
+
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return out[0].transpose(0, 1)
+
+    hidden = model(torch.zeros_like(positions), positions, attend)
+    model.compute_logits(hidden[:1024]).float().softmax(dim=-1)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    return peak, max(used_by_others, 0)

@@ -1,0 +1,141 @@
+"""From logits to tokens, for a whole batch at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from hashlib import sha256
+
+import torch
+from torch import Tensor
+
+from minivllm.executor.base import Logprob, PositionLogprobs
+from minivllm.request import Request
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on a request's seed and a position in it, and on nothing else.
+
+    A generator with a state would make a request's text depend on who shared its batch, and on preemptions.
+    """
+    return int.from_bytes(sha256(f"{seed}:{position}".encode()).digest()[:4], "little") / 2**32
+
+
+def sample(logits: Tensor, requests: Sequence[Request]) -> tuple[list[int], dict[str, PositionLogprobs]]:
+    """The next token of each request, and the logprobs of those that asked for them.
+
+    logits [N, V] float32, one row per request; changed in place. The order of operations is vLLM's: reported
+    logprobs are those of the raw logits; then bias, masks and penalties; greedy rows take the maximum; the others
+    go through temperature, min_p, top_k, top_p.
+    """
+    params = [request.sampling_params for request in requests]
+    asked = [i for i, p in enumerate(params) if p.logprobs is not None]
+    raw_logprobs = logits[asked].log_softmax(dim=-1) if asked else None
+
+    for i, request in enumerate(requests):
+        _mask_and_bias(logits[i], request)
+    penalised = [i for i, p in enumerate(params) if p.has_penalties]
+    if penalised:
+        logits[penalised] = apply_penalties(logits[penalised], [requests[i] for i in penalised])
+
+    tokens = logits.argmax(dim=-1)
+    random_rows = [i for i, p in enumerate(params) if not p.is_greedy]
+    if random_rows:
+        tokens[random_rows] = _sample_random(logits[random_rows], [requests[i] for i in random_rows])
+    token_ids = tokens.tolist()
+
+    reported = {}
+    if raw_logprobs is not None:
+        counts = [params[i].logprobs for i in asked]
+        rows = top_logprobs(raw_logprobs, [token_ids[i] for i in asked], counts)
+        reported = {requests[i].request_id: row for i, row in zip(asked, rows, strict=True)}
+    return token_ids, reported
+
+
+def _mask_and_bias(row: Tensor, request: Request) -> None:
+    params = request.sampling_params
+    if request.num_output_tokens < params.min_tokens:
+        ends = [*request.stop_token_ids]
+        if request.eos_token_id is not None:
+            ends.append(request.eos_token_id)
+        row[ends] = -math.inf
+    for token_id, bias in params.logit_bias.items():
+        row[token_id] += bias
+
+
+def apply_penalties(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """logits [N, V] with repetition (prompt and output), frequency and presence (output only) penalties applied.
+
+    repetition: positive logits are divided, negative ones multiplied. frequency: subtracted once per occurrence.
+    presence: subtracted once.
+    """
+    num_tokens, device = logits.shape[1], logits.device
+    seen = torch.zeros(logits.shape, dtype=torch.bool)
+    counts = torch.zeros(logits.shape)
+    for i, request in enumerate(requests):
+        seen[i, request.all_token_ids] = True
+        counts[i] = torch.bincount(torch.tensor(request.output_token_ids, dtype=torch.int64), minlength=num_tokens)
+    seen, counts = seen.to(device), counts.to(device)
+
+    def column(name: str) -> Tensor:
+        return torch.tensor([getattr(r.sampling_params, name) for r in requests], device=device)[:, None]
+
+    repetition = column("repetition_penalty")
+    logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    return logits - column("frequency_penalty") * counts - column("presence_penalty") * (counts > 0)
+
+
+def _sample_random(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """[N, V] -> [N]: one draw per row, by inverting the cumulative distribution at the row's own random number."""
+    device = logits.device
+    if device.type == "mps":  # no float64 there
+        logits = logits.cpu()
+    params = [request.sampling_params for request in requests]
+    logits = logits / torch.tensor([p.temperature for p in params], device=logits.device)[:, None]
+    if any(p.min_p > 0 for p in params):
+        floor = torch.tensor([p.min_p for p in params], device=logits.device)[:, None].log()  # log(0) = -inf: off
+        logits = logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + floor, -math.inf)
+    if any(p.top_k > 0 or p.top_p < 1 for p in params):
+        logits = apply_top_k_top_p(logits, [p.top_k for p in params], [p.top_p for p in params])
+
+    # float64: with 50,000 or more entries a float32 running sum is off by more than the rare tokens' share.
+    cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
+    u = torch.tensor(
+        [uniform(p.seed, request.num_tokens) for p, request in zip(params, requests, strict=True)],
+        dtype=torch.float64,
+        device=logits.device,
+    )[:, None]
+    # The first token whose cumulative probability exceeds u * total; tokens of probability 0 can never be first.
+    return (cumulative <= u * cumulative[:, -1:]).sum(dim=-1).to(device)
+
+
+def apply_top_k_top_p(logits: Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> Tensor:
+    """logits [N, V] with everything outside the `top_k` largest, then outside the smallest set whose probability
+    reaches `top_p`, set to -inf. top_k <= 0 and top_p = 1 are off; ties with the k-th largest stay, as in vLLM."""
+    num_tokens = logits.shape[1]
+    k = torch.tensor([min(k, num_tokens) if k > 0 else num_tokens for k in top_k], device=logits.device)[:, None]
+    # 1.0 must keep every token, also where rounding lets the running sum reach 1 early.
+    p = torch.tensor([p if p < 1 else math.inf for p in top_p], device=logits.device)[:, None]
+
+    ordered, index = logits.sort(dim=-1, descending=True)
+    ordered = ordered.masked_fill(ordered < ordered.gather(1, k - 1), -math.inf)
+    probs = ordered.softmax(dim=-1)
+    ordered = ordered.masked_fill(probs.cumsum(dim=-1) - probs >= p, -math.inf)
+    return torch.empty_like(logits).scatter_(1, index, ordered)
+
+
+def top_logprobs(logprobs: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[dict[int, Logprob]]:
+    """Per row of logprobs [N, V]: the given token with its rank, then the `counts[i]` likeliest (-1: all)."""
+    num_tokens = logprobs.shape[1]
+    counts = [num_tokens if count == -1 else min(count, num_tokens) for count in counts]
+    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logprobs.device)[:, None])
+    ranks = (logprobs >= chosen).sum(dim=-1).tolist()
+    values, index = (x.tolist() for x in logprobs.topk(max(counts), dim=-1))
+    chosen = chosen[:, 0].tolist()
+    rows = []
+    for i, count in enumerate(counts):
+        row = {token_ids[i]: Logprob(chosen[i], ranks[i])}
+        for rank in range(count):
+            row.setdefault(index[i][rank], Logprob(values[i][rank], rank + 1))
+        rows.append(row)
+    return rows

@@ -1,0 +1,218 @@
+"""Checks for exercises: what went wrong in one line, and why a right answer matters.
+
+A graded cell of an exercise notebook calls `expect` (a value), `expect_function` (a function of the learner's) or opens
+`grading` (anything else). A failed check shows one line and none of the code in this file, in Jupyter and in nbval.
+`exercises/README.md` says how to write an exercise. Standard library only.
+"""
+
+import linecache
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+__all__ = ["Misconception", "NotAnswered", "expect", "expect_function", "grading", "require"]
+
+_BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SCALES = [_BYTES, {"s": 1, "ms": 1e-3, "µs": 1e-6}, {"%": 0.01, "as a fraction": 1}]
+
+
+class Misconception(AssertionError):
+    """A wrong answer that we recognise; shown to the learner as one line."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython prints in place of a traceback."""
+        return [f"✗ {self}"]
+
+
+class NotAnswered(Misconception):
+    """The hole of an exercise is still empty."""
+
+    def __init__(self) -> None:
+        super().__init__("not answered yet: fill in the cell above, run it, then run this one again")
+
+
+def require(condition: object, hint: str) -> None:
+    """Raise Misconception(`hint`) unless `condition` holds. For use inside `grading`."""
+    if not condition:
+        raise Misconception(hint)
+
+
+@contextmanager
+def grading(why: str) -> Iterator[None]:
+    """Wrap a check that calls the learner's code. Any error becomes one line; success prints `why` it matters."""
+    try:
+        yield
+    except Misconception:
+        raise
+    except NotImplementedError:
+        raise NotAnswered from None
+    except Exception as error:
+        raise Misconception(f"your code raised {_describe(error)}") from None
+    print(f"✓ {why}")
+
+
+def expect(
+    answer: Any,
+    right: Any,
+    *,
+    why: str,
+    unit: str = "",
+    rel: float = 0.0,
+    tol: float = 0.0,
+    misconceptions: Mapping[str, Any] | None = None,
+    look: str = "",
+) -> None:
+    """Check a value that the learner assigned.
+
+    A number is right within the relative tolerance `rel` or the absolute tolerance `tol` (both 0: exactly); anything
+    else must be equal. A wrong one is compared with `misconceptions` {hint: the value that this mistake gives}, then
+    with the right value in a neighbouring `unit` (GB for GiB, ms for s ...); failing that, the message says how far
+    off it is, and where to `look`. None and `...` mean: not answered yet.
+
+    Raises Misconception, or ValueError (an error of the exercise) if a misconception gives the right value.
+    """
+    misconceptions = dict(misconceptions or {})
+    for hint, wrong in misconceptions.items():
+        if _same(wrong, right, rel, tol):
+            raise ValueError(f"this check cannot tell right from wrong: {_show(right)} is also the answer of {hint!r}")
+    with grading(why):
+        if answer is None or answer is ...:
+            raise NotAnswered
+        if _number(right) is not None and _number(answer) is None:
+            raise Misconception(f"a number{_in(unit)} is asked for; you gave {_show(answer)}")
+        if _same(answer, right, rel, tol):
+            return
+        for hint, wrong in misconceptions.items():
+            if _same(answer, wrong, rel, tol):
+                raise Misconception(hint)
+        for other, wrong in _unit_slips(right, unit):
+            if not _same(wrong, right, rel, tol) and _same(answer, wrong, max(rel, 1e-3), tol):
+                raise Misconception(f"that is the right amount in the wrong unit: you gave it {other}; {_ask(unit)}")
+        raise Misconception(". ".join(filter(None, [_distance(answer, right, unit), look])))
+
+
+def expect_function(
+    function: Callable[..., Any],
+    right: Callable[..., Any],
+    cases: Sequence[tuple],
+    *,
+    why: str,
+    rel: float = 0.0,
+    tol: float = 0.0,
+    misconceptions: Mapping[str, Callable[..., Any]] | None = None,
+    look: str = "",
+) -> None:
+    """Check a function that the learner wrote, against `right` on `cases` (tuples of arguments, copied for each call).
+
+    If it is wrong somewhere and agrees on all cases with one of `misconceptions` {hint: the function that this mistake
+    gives}, the message is that hint; failing that, it shows the first case that differs, and where to `look`.
+
+    Raises Misconception, or ValueError (an error of the exercise) if the cases cannot tell a misconception from right.
+    """
+
+    def agree(one: list, other: list) -> bool:
+        return all(_same(a, b, rel, tol) for a, b in zip(one, other, strict=True))
+
+    wanted = [right(*deepcopy(case)) for case in cases]
+    mistaken = {hint: [f(*deepcopy(case)) for case in cases] for hint, f in (misconceptions or {}).items()}
+    for hint, values in mistaken.items():
+        if agree(values, wanted):
+            raise ValueError(f"this check cannot tell right from wrong: no case shows {hint!r}")
+    name = getattr(function, "__name__", "your function")
+    with grading(why):
+        got = [_call(name, function, case) for case in cases]
+        if agree(got, wanted):
+            return
+        for hint, values in mistaken.items():
+            if agree(got, values):
+                raise Misconception(hint)
+        case, value, want = next(
+            (c, g, w) for c, g, w in zip(cases, got, wanted, strict=True) if not _same(g, w, rel, tol)
+        )
+        message = f"{name}({', '.join(map(_show, case))}) gave {_show(value)}; expected {_show(want)}"
+        raise Misconception(". ".join(filter(None, [message, look])))
+
+
+def _call(name: str, function: Callable[..., Any], case: tuple) -> Any:
+    """`function(*case)`, with an error in it told together with the arguments."""
+    try:
+        return function(*deepcopy(case))
+    except (Misconception, NotImplementedError):
+        raise
+    except Exception as error:
+        raise Misconception(f"{name}({', '.join(map(_show, case))}) raised {_describe(error)}") from None
+
+
+def _number(value: Any) -> float | int | None:
+    """`value` as a Python number, or None if it is none. Takes numpy and torch scalars; a bool is not a number."""
+    if isinstance(value, (bool, str, bytes)):
+        return None
+    if isinstance(value, (int, float)):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _same(a: Any, b: Any, rel: float, tol: float) -> bool:
+    """Equal, or equal within the tolerances, also inside lists and tuples."""
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_same(x, y, rel, tol) for x, y in zip(a, b, strict=True))
+    x, y = _number(a), _number(b)
+    if x is None or y is None:
+        return type(a) is type(b) and bool(a == b)
+    return x == y or math.isclose(x, y, rel_tol=rel, abs_tol=tol)
+
+
+def _unit_slips(right: Any, unit: str) -> list[tuple[str, float]]:
+    """(unit, value) for the other units in which the right answer might have been given."""
+    for scale in _SCALES:
+        if unit in scale:
+            value = right * scale[unit]
+            return [(o if o.startswith("as") else f"in {o}", value / s) for o, s in scale.items() if o != unit]
+    return []
+
+
+def _in(unit: str) -> str:
+    return f" in {unit}" if unit else ""
+
+
+def _ask(unit: str) -> str:
+    """'the question asks for GiB (1 GiB = 1,073,741,824 B)'"""
+    size = f" (1 {unit} = {_BYTES[unit]:,} B)" if unit in _BYTES and unit != "B" else ""
+    return f"the question asks for {unit}{size}"
+
+
+def _distance(answer: Any, right: Any, unit: str) -> str:
+    """How a wrong answer relates to the right one, without giving that away."""
+    x, y = _number(answer), _number(right)
+    if x is None or y is None:
+        return f"{_show(answer)} is not it"
+    shown = f"{_show(answer)}{' ' if unit not in ('', '%') else ''}{unit} is too {'high' if x > y else 'low'}"
+    return f"{shown}, by a factor of {max(x / y, y / x):.3g}" if x * y > 0 else shown
+
+
+def _show(value: Any) -> str:
+    """A short, readable form of a value."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _describe(error: Exception) -> str:
+    """'ZeroDivisionError: division by zero, in the line `n / b`', the line being the learner's."""
+    line, step = "", error.__traceback__
+    while step is not None:
+        frame = step.tb_frame
+        if frame.f_globals.get("__name__") == "__main__":
+            line = linecache.getline(frame.f_code.co_filename, step.tb_lineno, frame.f_globals).strip() or line
+        step = step.tb_next
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+    return f"{text}, in the line `{line}`" if line else text

@@ -249,7 +249,7 @@ def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
         model = _model_class(config)(config)
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
-        empty = torch.empty_like(parameter, dtype=dtype, device=device)
+        empty = torch.empty(parameter.shape, dtype=dtype, device=device)
         setattr(model.get_submodule(owner), leaf, nn.Parameter(empty, requires_grad=False))
     model.tie_weights()
     return model.eval()

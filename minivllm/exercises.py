@@ -159,7 +159,8 @@ def _number(value: Any) -> float | int | None:
 
 
 def _same(a: Any, b: Any, rel: float, tol: float) -> bool:
-    """Equal, or equal within the tolerances, also inside lists and tuples."""
+    """Equal, or equal within the tolerances, also inside lists, tuples and arrays."""
+    a, b = (v.tolist() if hasattr(v, "tolist") else v for v in (a, b))
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(_same(x, y, rel, tol) for x, y in zip(a, b, strict=True))
     x, y = _number(a), _number(b)

@@ -14,7 +14,8 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-JUPYTER_BOOK = "from jupyter_book.cli.main import main; main()"  # the script `jupyter-book`, wherever .venv was moved
+# What the script `jupyter-book` does, after `tools` made its imports four seconds faster
+JUPYTER_BOOK = "import tools; from jupyter_book.cli.main import main; main()"
 
 
 def toc_pages(toc: Path = ROOT / "_toc.yml") -> list[str]:
@@ -56,7 +57,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=["build"])
-    parser.add_argument("--out", type=Path, default=ROOT, help="the folder that gets _build/html (default: the project)")
+    parser.add_argument("--out", type=Path, default=ROOT, help="the folder that gets _build/html")
     arguments = parser.parse_args()
     start = time.perf_counter()
     html = build(arguments.out.resolve())

@@ -4,12 +4,17 @@ MathJax comes from the wheel django-static-mathjax (installed without Django) an
 `_static/mathjax`, fonts included. Jupyter Book always loads sphinx-thebe, which writes a CDN address into every page
 for a feature that is off here; that script is taken out again. Widgets need no script: stored notebooks have none
 (see `tools/notebooks.py`).
+
+It also gives a figure the alt text that its cell stored with the output: `display(fig, metadata={"image/png": {"alt":
+"..."}})`. myst-nb reads width and height there, and not that.
 """
 
 import importlib.util
 import shutil
 from pathlib import Path
 
+from docutils import nodes
+from myst_nb.core.render import MimeData, NbElementRenderer
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 
@@ -51,8 +56,22 @@ def is_thebe(asset: object) -> bool:
     )
 
 
+def add_alt_text(renderer: type[NbElementRenderer]) -> None:
+    """Extend myst-nb's `render_image`."""
+    plain = renderer.render_image
+
+    def render_image(self: NbElementRenderer, data: MimeData) -> list[nodes.Element]:
+        images = plain(self, data)
+        if alt := data.output_metadata.get(data.mime_type, {}).get("alt"):
+            images[0]["alt"] = alt
+        return images
+
+    renderer.render_image = render_image
+
+
 def setup(app: Sphinx) -> dict:
     """Register with Sphinx."""
+    add_alt_text(NbElementRenderer)
     app.connect("html-page-context", drop_thebe, priority=900)
     app.connect("build-finished", copy_mathjax)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

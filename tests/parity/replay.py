@@ -31,11 +31,26 @@ class Report:
         return f"{self.scenarios} scenarios, {self.steps} steps, {len(self.divergences)} divergences"
 
 
+class NotATrace(Exception):
+    """The file cannot be read as recorded scenarios; says which line and why."""
+
+
 def read_scenarios(path: Path) -> Iterator[dict]:
-    with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as lines:
-        for line in lines:
-            if line.strip():
-                yield json.loads(line)
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    scenario = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise NotATrace(f"{path}, line {number}: not JSON ({error})") from None
+                missing = {"config", "requests", "steps"} - set(scenario)
+                if missing:
+                    raise NotATrace(f"{path}, line {number}: no {', '.join(sorted(missing))}")
+                yield scenario
+    except (OSError, UnicodeDecodeError) as error:
+        raise NotATrace(f"{path}: {error}") from None
 
 
 def make_scheduler(config: dict) -> Scheduler:
@@ -106,8 +121,8 @@ def observe_update(scheduler: Scheduler, finished: list[Request]) -> dict:
 def differences(name: str, step: int, got: dict, expected: dict) -> list[str]:
     found = []
     for key, value in got.items():
-        want = expected[key]
-        if key == "usage":
+        want = expected.get(key, "nothing: the trace lacks this field")
+        if key == "usage" and not isinstance(want, str):
             same = abs(value - want) < 1e-6
         else:
             same = value == want and (not isinstance(value, dict) or key == "prefix" or list(value) == list(want))
@@ -172,7 +187,12 @@ def main() -> int:
     parser.add_argument("--limit", type=int, help="only the first N scenarios")
     parser.add_argument("--check-invariants", action="store_true", help="after every step (slower)")
     args = parser.parse_args()
-    report = replay(args.file, args.check_invariants, args.limit)
+    try:
+        report = replay(args.file, args.check_invariants, args.limit)
+    except NotATrace as error:
+        parser.error(str(error))
+    if not report.scenarios:
+        parser.error(f"{args.file} holds no scenarios")
     for line in report.divergences[:10]:
         print(line)
     print(report)

@@ -8,7 +8,7 @@ models here do not implement is refused by its name, never ignored.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -38,6 +38,12 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if self.type not in ROPE_TYPES:
             raise ValueError(f"rope type {self.type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        for name, value in vars(self).items():
+            if name in ("type", "truncate") or value is None:
+                continue
+            smallest = 1e-9 if name in ("theta", "factor") else 0
+            if not isinstance(value, (int, float)) or value < smallest:
+                raise ValueError(f"rope {name} {value!r} is not a positive number")
 
 
 @dataclass(frozen=True)
@@ -242,22 +248,24 @@ def _dtype(config: dict[str, Any]) -> str | None:
 
 
 def _active_window(config: dict[str, Any]) -> int | None:
-    """The sliding window in tokens, or None if no layer uses one."""
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    """The sliding window in tokens, or None if no layer uses one.
+
+    Mistral's window, when there is one, is on every layer. Qwen's has a switch, and then a list of layer types or, in
+    the older spelling, the number of first layers that attend fully.
+    """
     layer_types = config.get("layer_types")
-    if layer_types is None:
-        # Qwen's older spelling: the first `max_window_layers` layers attend fully, the others in the window.
-        full_layers = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
-        return window if full_layers < config["num_hidden_layers"] else None
-    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    unknown = sorted(set(layer_types or ()) - {"full_attention", "sliding_attention"})
     if unknown:
-        raise ValueError(f"layer_types {', '.join(unknown)} are not supported; supported: full_attention, "
-                         "sliding_attention")
-    if "sliding_attention" not in layer_types:
-        return None
-    if window is None:
+        raise ValueError(f"layer_types {', '.join(unknown)} are not supported; only full_attention and "
+                         "sliding_attention are")
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    if window is None and "sliding_attention" in (layer_types or ()):
         raise ValueError("layer_types has sliding_attention layers, but no sliding_window is active")
-    return window
+    if "use_sliding_window" not in config:
+        return window
+    if layer_types is not None:
+        return window if "sliding_attention" in layer_types else None
+    return window if config.get("max_window_layers", 28) < config["num_hidden_layers"] else None
 
 
 def _read_rope(config: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
@@ -267,27 +275,30 @@ def _read_rope(config: dict[str, Any], max_position_embeddings: int) -> RopeConf
     over `rope_theta` beside it.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters (or rope_scaling) is not an object: {rope!r}")
     if any(isinstance(value, dict) for value in rope.values()):
         per_layer_type = list(rope.values())
         if any(value != per_layer_type[0] for value in per_layer_type):
             raise ValueError(f"rope_parameters that differ by layer type ({', '.join(rope)}) are not supported")
         rope = per_layer_type[0]
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type not in ROPE_TYPES:
-        raise ValueError(f"rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor={partial} is not supported; only whole heads are rotated")
     if rope.get("mrope_section"):
         raise ValueError("mrope_section (multimodal RoPE) is not supported")
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    if rope_type == "default":
-        return RopeConfig(theta=theta)
+    factor, rope_type = rope.get("factor"), rope.get("rope_type") or rope.get("type")
+    if factor is not None and rope_type is None:
+        raise ValueError(f"rope_parameters (or rope_scaling) has a factor but no rope_type: {rope}")
+    plain = RopeConfig(
+        theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0, type=rope_type or "default"
+    )
+    if plain.type == "default":
+        return plain
 
     # Outside the dict it wins, as in transformers; absent, the model was trained at the length the config states.
     original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     original = original or max_position_embeddings
-    factor = rope.get("factor")
     if factor is None and rope_type == "yarn":
         factor = max_position_embeddings / original
     needed = ("low_freq_factor", "high_freq_factor") if rope_type == "llama3" else ()
@@ -296,9 +307,8 @@ def _read_rope(config: dict[str, Any], max_position_embeddings: int) -> RopeConf
         raise ValueError(f"rope type {rope_type!r} needs {', '.join(missing)} in rope_parameters (or rope_scaling)")
     optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
                 "mscale_all_dim", "truncate")
-    return RopeConfig(
-        theta=theta,
-        type=rope_type,
+    return replace(
+        plain,
         factor=factor,
         original_max_position_embeddings=original,
         **{key: rope[key] for key in optional if rope.get(key) is not None},

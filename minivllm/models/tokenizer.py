@@ -89,6 +89,8 @@ class Tokenizer:
             self.chat_template,
             messages=messages,
             add_generation_prompt=add_generation_prompt,
+            tools=None,
+            documents=None,
             **self.special_tokens,
         )
 
@@ -101,26 +103,29 @@ class IncrementalDetokenizer:
     """Turns one request's output tokens into text, piece by piece, as they come.
 
     The pieces together are what decoding prompt and output together adds to decoding the prompt. A piece is handed
-    out when it is final, so never half a character. Each `append` decodes a few tokens, whatever the length so far.
-    """
+    out when it is final, so never half a character. Each `append` decodes a few tokens, whatever the length so far
+    (only invalid bytes, one after the other, are held back until something else comes).
 
-    # Of the prompt, so many tokens are context. A character is at most 4 bytes, so one that the prompt leaves
-    # unfinished begins within them.
-    CONTEXT = 6
+    One case has no right answer: Llama-2-like vocabularies spell rare characters in byte tokens, and a run of those
+    with one fault decodes to replacement characters as a whole, also the part that was fine and has been handed out.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        # `_window` is what gets decoded: tokens whose text has been handed out, which give the context (does a
-        # space belong here?), then, from `_context` on, tokens whose text is not final yet.
-        start = max(0, len(prompt_token_ids) - self.CONTEXT)
-        while start > 0 and not self._decode(prompt_token_ids[start:]):  # special tokens alone are no context
-            start = max(0, start - self.CONTEXT)
-        self._window = list(prompt_token_ids[start:])
-        self._context = len(self._window)
-        self._context_text = self._decode(self._window)
+        # `_window` is what gets decoded: first the context, tokens whose text is out already, which decide how the
+        # next ones read (is there a space between? which character do these bytes complete?); from index `_context`
+        # on, tokens whose text is not final yet.
+        size, text = 4, ""
+        while not text or text.startswith(REPLACEMENT):  # only special tokens, or from the middle of a character
+            size *= 2
+            self._window = list(prompt_token_ids[-size:])
+            text = self._decode(self._window)
+            if size >= len(prompt_token_ids):
+                break
+        self._set_context(text)
 
     def append(self, token_id: int) -> str:
         """The text that is final now that `token_id` has come; "" while a character is incomplete."""
@@ -129,16 +134,24 @@ class IncrementalDetokenizer:
         piece = self._after_context(text)
         if not piece or text.endswith(REPLACEMENT):
             return ""
-        self._window = self._window[self._context :]
-        self._context = len(self._window)
-        self._context_text = self._decode(self._window)
+        # The tokens of this piece are context enough for the next, if they begin with a whole character.
+        alone = self._decode(self._window[self._context :])
+        if piece.endswith(alone):  # not equal: alone, Llama-2-like tokens lose their leading space
+            self._window, text = self._window[self._context :], alone
+        self._set_context(text)
         return piece
 
     def finish(self) -> str:
         """The text that is left: nothing, or the replacement characters of bytes that never became a character."""
-        piece = self._after_context(self._decode(self._window))
-        self._context = len(self._window)
+        text = self._decode(self._window)
+        piece = self._after_context(text)
+        self._set_context(text)
         return piece
+
+    def _set_context(self, text: str) -> None:
+        """All of the window, which decodes to `text`, is context now."""
+        self._context = len(self._window)
+        self._context_text = text
 
     def _after_context(self, text: str) -> str:
         if text.startswith(self._context_text):
@@ -188,7 +201,7 @@ def render_chat_template(template: str, **variables: Any) -> str:
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
     try:
         return environment.from_string(template).render(**variables)
-    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+    except Exception as error:  # a template is someone else's program and may fail in any way
         raise ValueError(f"the model's chat template failed on these messages: {error}") from None
 
 

@@ -9,16 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minivllm.core.events import EventLog, StepEvent
 from minivllm.core.scheduler import Scheduler, SchedulerOutput
 from minivllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minivllm.executor.base import Executor, ModelOutput, PositionLogprobs
-from minivllm.models.tokenizer import IncrementalDetokenizer, Tokenizer
-from minivllm.models.weights import GenerationConfig
+from minivllm.model_config import GenerationConfig
 from minivllm.request import Request, RequestStatus
 from minivllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minivllm.models.tokenizer import IncrementalDetokenizer, Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -186,12 +188,16 @@ class LLMEngine:
                 stop_token_ids=stop_token_ids,
                 max_tokens=max_tokens,
             )
-            detokenizer = None
-            if self.tokenizer is not None:
-                detokenizer = IncrementalDetokenizer(self.tokenizer, token_ids, params.skip_special_tokens)
-            parent.sequences.append(_Sequence(request, index, parent, detokenizer))
+            parent.sequences.append(_Sequence(request, index, parent, self._detokenizer(token_ids, params)))
         with _uninterrupted():
             self._add_to_scheduler(parent)
+
+    def _detokenizer(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> IncrementalDetokenizer | None:
+        if self.tokenizer is None:
+            return None
+        from minivllm.models.tokenizer import IncrementalDetokenizer
+
+        return IncrementalDetokenizer(self.tokenizer, prompt_token_ids, params.skip_special_tokens)
 
     def _add_to_scheduler(self, parent: _Parent) -> None:
         added: list[str] = []

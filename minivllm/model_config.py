@@ -256,8 +256,9 @@ def _active_window(config: dict[str, Any]) -> int | None:
     layer_types = config.get("layer_types")
     unknown = sorted(set(layer_types or ()) - {"full_attention", "sliding_attention"})
     if unknown:
-        raise ValueError(f"layer_types {', '.join(unknown)} are not supported; only full_attention and "
-                         "sliding_attention are")
+        raise ValueError(
+            f"layer_types {', '.join(unknown)} are not supported; only full_attention and sliding_attention are"
+        )
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if window is None and "sliding_attention" in (layer_types or ()):
         raise ValueError("layer_types has sliding_attention layers, but no sliding_window is active")
@@ -290,9 +291,7 @@ def _read_rope(config: dict[str, Any], max_position_embeddings: int) -> RopeConf
     factor, rope_type = rope.get("factor"), rope.get("rope_type") or rope.get("type")
     if factor is not None and rope_type is None:
         raise ValueError(f"rope_parameters (or rope_scaling) has a factor but no rope_type: {rope}")
-    plain = RopeConfig(
-        theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0, type=rope_type or "default"
-    )
+    plain = RopeConfig(theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0, type=rope_type or "default")
     if plain.type == "default":
         return plain
 
@@ -305,8 +304,16 @@ def _read_rope(config: dict[str, Any], max_position_embeddings: int) -> RopeConf
     missing = [key for key in needed if rope.get(key) is None] + (["factor"] if factor is None else [])
     if missing:
         raise ValueError(f"rope type {rope_type!r} needs {', '.join(missing)} in rope_parameters (or rope_scaling)")
-    optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
-                "mscale_all_dim", "truncate")
+    optional = (
+        "low_freq_factor",
+        "high_freq_factor",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    )
     return replace(
         plain,
         factor=factor,

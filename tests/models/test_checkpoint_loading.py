@@ -178,10 +178,17 @@ def test_random_weights_from_a_config():
     assert not any(p.requires_grad for p in one.model.parameters()) and not one.model.training
 
 
-def test_tiny_is_a_folder_beside_the_package(saved, monkeypatch):
-    monkeypatch.setattr(weights, "TINY_FOLDER", saved["gpt2"][0])
+def test_tiny():
+    """The embedded model, against transformers reading the same folder."""
     loaded = load_model("tiny")
     assert isinstance(loaded.model, OurGPT2) and loaded.name == "tiny"
+    text = "The ship left the harbour at 10:45."
+    ids = loaded.tokenizer.encode(text)
+    assert ids == transformers.AutoTokenizer.from_pretrained(weights.TINY_FOLDER).encode(text)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(weights.TINY_FOLDER).eval()
+    ids = torch.tensor(ids)
+    torch.testing.assert_close(our_logits(loaded.model, ids), expected_logits(oracle, ids), atol=1e-4, rtol=0)
+    assert loaded.tokenizer.eos_token_id in loaded.generation_config.eos_token_ids
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -211,6 +218,11 @@ def test_unknown_names(tmp_path):
     refused(tmp_path, rf"{tmp_path} has no config\.json")
 
 
+def test_tiny_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(weights, "TINY_FOLDER", tmp_path / "tiny")
+    refused("tiny", f"tiny comes with a checkout of this repository, in {tmp_path}/tiny, and is not there")
+
+
 def test_a_file_is_not_a_folder(checkpoint):
     folder, _ = checkpoint("gpt2")
     refused(folder / "model.safetensors", "no such folder")
@@ -225,8 +237,11 @@ def test_hub_without_network(monkeypatch, tmp_path):
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    refused("Qwen/Qwen2.5-0.5B", "'Qwen/Qwen2.5-0.5B' is neither a local folder nor in the hub's cache, and the hub "
-            "cannot be reached. Without a network, use one of tiny, smollm2-135m or a folder")
+    refused(
+        "Qwen/Qwen2.5-0.5B",
+        "'Qwen/Qwen2.5-0.5B' is neither a local folder nor in the hub's cache, and the hub "
+        "cannot be reached. Without a network, use one of tiny, smollm2-135m or a folder",
+    )
 
     def not_found(hub_id, **options):
         response = type("Response", (), dict(headers={}, request=None, status_code=404))()
@@ -238,7 +253,7 @@ def test_hub_without_network(monkeypatch, tmp_path):
     refused("gpt2", "pip install huggingface_hub")
 
 
-def test_hub_download(saved, monkeypatch):
+def test_hub_download(saved, monkeypatch, tmp_path):
     """Weights come as safetensors where the repository has them, and as .bin only where it has not."""
     import huggingface_hub
 
@@ -249,8 +264,14 @@ def test_hub_download(saved, monkeypatch):
         return str(saved["gpt2"][0])
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert load_model("gpt2").name == "gpt2"
-    assert asked == [("gpt2", ["*.json", "*.jinja", "model*.safetensors"])]
+    for hub_id in ("gpt2", "HuggingFaceTB/SmolLM2-135M"):
+        assert load_model(hub_id).name == hub_id
+        assert asked == [(hub_id, ["*.json", "*.jinja", "model*.safetensors"])]
+        asked.clear()
+    (folder := tmp_path / "bin").mkdir()
+    monkeypatch.setitem(saved, "gpt2", (folder, None))
+    refused("gpt2", "has no config")
+    assert asked[1:] == [("gpt2", ["pytorch_model*.bin"])]
 
 
 def test_damaged_json(checkpoint):
@@ -345,8 +366,11 @@ def test_wrong_shape(checkpoint):
     folder, _ = checkpoint("llama")
     name = "model.layers.1.mlp.up_proj.weight"
     rewrite(folder, lambda tensors: tensors.update({name: tensors[name][:70].clone()}))
-    refused(folder, rf"does not fit its config\.json: {name} in model\.safetensors is float32 of shape \[70, 48\], "
-            r"expected shape \[80, 48\]")
+    refused(
+        folder,
+        rf"does not fit its config\.json: {name} in model\.safetensors is float32 of shape \[70, 48\], "
+        r"expected shape \[80, 48\]",
+    )
 
 
 def test_config_of_another_size(checkpoint):

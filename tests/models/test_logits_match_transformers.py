@@ -107,3 +107,9 @@ def test_positions_are_the_callers(name, tmp_path):
     got = model.compute_logits(model(ids, positions, causal_attend))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
     assert (our_logits(model, ids) - expected).abs().max() > 0.01
+
+
+def test_rope_frequencies_survive_a_change_of_dtype():
+    model = load_model(ModelConfig.from_hf(CONFIGS["llama"].to_dict())).model.to(torch.bfloat16)
+    assert model.model.norm.weight.dtype == torch.bfloat16
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32

@@ -134,6 +134,10 @@ def skeleton(solution: NotebookNode) -> NotebookNode:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
+        if "grade" in tags(cell):  # a check knows the answer: folded in Jupyter and on the site
+            cell.metadata["tags"] = [*tags(cell), "hide-input"]
+            cell.metadata["jupyter"] = {"source_hidden": True}
+            cell.metadata["mystnb"] = {"code_prompt_show": "Show the check", "code_prompt_hide": "Hide the check"}
     for last in sorted({e.last for e in found}, reverse=True):
         here = [e for e in found if e.last == last]
         notebook.cells.insert(last + 1, solution_cell(solution, here))

@@ -60,7 +60,7 @@ def normalise(notebook: NotebookNode) -> NotebookNode:
     notebook.metadata = NotebookNode(METADATA)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     for cell in notebook.cells:
-        cell.metadata = NotebookNode({k: v for k, v in cell.metadata.items() if k in ("tags", "mystnb")})
+        cell.metadata = NotebookNode({k: v for k, v in cell.metadata.items() if k in ("tags", "mystnb", "jupyter")})
         for output in cell.get("outputs", []):
             if WIDGET in output.get("data", {}):
                 output.data = NotebookNode({"text/markdown": WIDGET_NOTE, "text/plain": WIDGET_NOTE.strip("*")})

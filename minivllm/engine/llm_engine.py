@@ -261,16 +261,21 @@ class LLMEngine:
         passed on.
         """
         start = self.clock()
-        with _uninterrupted():
-            output = self.scheduler.schedule()
+        output, done = None, False
         try:
-            result = self.executor.execute(output)
-        except BaseException:
+            # A Ctrl-C that was held back is raised as a block ends, so each end is inside the try.
             with _uninterrupted():
-                self._drop(self.scheduler.fail_step(output))
+                output = self.scheduler.schedule()
+            result = self.executor.execute(output)
+            with _uninterrupted():
+                outputs = self._process(output, result, start)
+                done = True
+            return outputs
+        except BaseException:
+            if output is not None and not done:
+                with _uninterrupted():
+                    self._fail(output)
             raise
-        with _uninterrupted():
-            return self._process(output, result, start)
 
     def _process(self, output: SchedulerOutput, result: ModelOutput, start: float) -> list[RequestOutput]:
         finished = self.scheduler.update_from_output(output, result.sampled_token_ids)
@@ -335,10 +340,11 @@ class LLMEngine:
             )
         )
 
-    def _drop(self, requests: Iterable[Request]) -> None:
-        """Forget requests that a failed step ended, with the siblings that share their prompt."""
-        parents = {self._sequences[r.request_id].parent for r in requests if r.request_id in self._sequences}
-        self.abort_request([parent.request_id for parent in parents])
+    def _fail(self, output: SchedulerOutput) -> None:
+        """End the requests of a step that was not completed, with the siblings that share their prompt."""
+        sequences = [self._sequences.get(request.request_id) for request in output.scheduled]
+        self.scheduler.fail_step(output)
+        self.abort_request({sequence.parent.request_id for sequence in sequences if sequence is not None})
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Add one request and yield its text as it comes; other requests of the engine move on with it.

@@ -13,7 +13,8 @@ from tqdm.auto import tqdm
 from minivllm.config import CacheConfig, SchedulerConfig, require_int
 from minivllm.core.events import EventLog
 from minivllm.core.scheduler import Scheduler
-from minivllm.engine.llm_engine import LLMEngine, Prompt
+from minivllm.engine.input_processor import Prompt
+from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.executor import memory
 from minivllm.executor.torch_executor import TorchExecutor

@@ -29,7 +29,7 @@ def idle_afterwards(request):
     if "llm" in request.fixturenames:
         engine = request.getfixturevalue("llm").llm_engine
         engine.scheduler.kv_cache_manager.check_invariants()
-        assert not engine.has_unfinished_requests() and not engine._parents and not engine._sequences
+        assert not engine.has_unfinished_requests() and not engine._parents and not engine._states
 
 
 def generate(llm, *args, **kwargs):

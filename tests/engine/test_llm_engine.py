@@ -14,7 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core import Scheduler
-from minivllm.engine.llm_engine import LLMEngine, first_stop_string
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.engine.output_processor import first_stop_string
 from minivllm.executor.base import Logprob, ModelOutput
 from minivllm.models.tokenizer import Tokenizer
 from minivllm.sampling_params import SamplingParams
@@ -103,7 +104,7 @@ def generate(text: str | list[int], prompt="Hi", **params):
 
 def is_idle(engine) -> bool:
     pool = engine.scheduler.kv_cache_manager.block_pool
-    return pool.num_free_blocks == pool.num_usable_blocks and not engine._sequences and not engine._parents
+    return pool.num_free_blocks == pool.num_usable_blocks and not engine._states and not engine._parents
 
 
 class TestEnds:
@@ -225,7 +226,28 @@ class TestText:
         engine.add_request("a", "Hi", SamplingParams(max_tokens=30))
         stream = engine.stream("Ho", SamplingParams(max_tokens=5))
         assert len("".join(stream)) == 5
-        assert len(engine._sequences["a"].request.output_token_ids) == 5
+        assert len(engine._states["a"].request.output_token_ids) == 5
+
+    def test_streams_side_by_side_lose_nothing(self):
+        engine = make({"stream-1": TOKENIZER.encode("abc"), "stream-2": TOKENIZER.encode("defghi")})
+        short = engine.stream("Hi", SamplingParams(max_tokens=3))
+        long = engine.stream("Ho", SamplingParams(max_tokens=6))
+        pieces = [next(short), next(long)]
+        rest = list(long)  # runs every step that is left, also those of the other stream
+        assert pieces[1] + "".join(rest) == "defghi"
+        assert pieces[0] + "".join(short) == "abc"
+        assert is_idle(engine)
+
+    def test_a_stream_says_so_when_another_caller_s_step_failed(self):
+        engine = make()
+        first, second = engine.stream("Hi", SamplingParams()), engine.stream("Ho", SamplingParams())
+        next(first), next(second)
+        engine.executor.fail_at[engine.executor.calls + 1] = RuntimeError("device lost")
+        with pytest.raises(RuntimeError, match="device lost"):
+            list(first)
+        with pytest.raises(RuntimeError, match="ended by an error in a forward pass that another caller ran"):
+            list(second)
+        assert is_idle(engine)
 
 
 class TestFanOut:
@@ -249,18 +271,18 @@ class TestFanOut:
     def test_seeds_are_seed_plus_index(self):
         engine = make()
         engine.add_request("a", [1], SamplingParams(n=3, seed=5))
-        assert [s.request.sampling_params.seed for s in engine._parents["a"].sequences] == [5, 6, 7]
+        assert [s.request.sampling_params.seed for s in engine._parents["a"].children] == [5, 6, 7]
 
     def test_unseeded_requests_differ_and_the_engine_s_seed_repeats_them(self):
         def seeds(engine):
             for name in "ab":
                 engine.add_request(name, [1], SamplingParams())
-            return [s.request.sampling_params.seed for p in engine._parents.values() for s in p.sequences]
+            return [s.request.sampling_params.seed for p in engine._parents.values() for s in p.children]
 
         first = seeds(make())
         assert len(set(first)) == 2 and seeds(make()) == first
         other = make()
-        other.seed = 1
+        other.input_processor.seed = 1
         assert not set(seeds(other)) & set(first)
 
     def test_the_caller_s_params_are_left_alone(self):
@@ -282,11 +304,11 @@ class TestFanOut:
 class TestDefaults:
     def test_generation_config_gives_the_defaults(self):
         config = GenerationConfig(eos_token_ids=(EOS,), temperature=0.6, top_k=20, top_p=0.9, max_new_tokens=5)
-        params = make(generation_config=config).default_sampling_params()
+        params = make(generation_config=config).input_processor.default_sampling_params()
         assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 20, 0.9, 5)
 
     def test_without_one_they_are_vllm_s(self):
-        assert make().default_sampling_params() == SamplingParams()
+        assert make().input_processor.default_sampling_params() == SamplingParams()
 
     def test_metrics(self):
         times = iter(range(100))
@@ -479,7 +501,7 @@ class TestFailures:
         engine = make({"a": [EOS]})  # a has ended for the scheduler already when the error comes
         for name in "ab":
             engine.add_request(name, [1, 2], SamplingParams())
-        monkeypatch.setattr(type(engine._sequences["a"]), "append", lambda self, token_id: 1 / 0)
+        monkeypatch.setattr(type(engine._states["a"]), "append", lambda self, token_id: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
         assert is_idle(engine) and not engine.has_unfinished_requests()

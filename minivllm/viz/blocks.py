@@ -134,7 +134,8 @@ def block_tables(
             holders = [row for row, table in enumerate(tables.values()) if block_id in table]
             _cell(axes, block_id + 0.04, pool - 0.38, 0.92, 0.76, holders)
             _frame(axes, block_id, pool, color=LIGHT_GREY if block_id == 0 else None)
-            _label(axes, block_id + 0.5, pool, str(block_id or "null"), holders, fontsize=small if block_id else small - 2)
+            size = small if block_id else small - 2
+            _label(axes, block_id + 0.5, pool, str(block_id or "null"), holders, fontsize=size)
         axes.set_xlim(-0.02, columns + 0.02)
         axes.set_ylim(pool + 0.5, -0.5)
         axes.axis("off")

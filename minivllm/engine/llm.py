@@ -89,6 +89,8 @@ class LLM:
             watermark=watermark,
         )
         cache_config.check_one_request_fits(max_model_len)
+        dtype = next(loaded.model.parameters()).dtype
+        memory.check_pool_fits_memory(num_blocks, memory.kv_bytes_per_block(loaded.config, block_size, dtype), device)
 
         self.model_config = loaded.config
         self.scheduler_config = scheduler_config

@@ -85,13 +85,31 @@ def choose_num_blocks(
     return num_blocks
 
 
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of memory that the device has; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return None
+
+
 def cpu_kv_bytes() -> int:
     """The default on a CPU: 1 GiB, or a quarter of the machine's memory where that is less."""
-    try:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
-        return DEFAULT_CPU_KV_BYTES
-    return min(DEFAULT_CPU_KV_BYTES, total // 4)
+    return min(DEFAULT_CPU_KV_BYTES, (total_memory(torch.device("cpu")) or 4 * DEFAULT_CPU_KV_BYTES) // 4)
+
+
+def check_pool_fits_memory(num_blocks: int, bytes_per_block: int, device: torch.device) -> None:
+    """ValueError for a pool larger than the device's memory. A system that hands out memory only when it is touched
+    would grant it, and stop the process much later."""
+    total, wanted = total_memory(device), num_blocks * bytes_per_block
+    if total is not None and wanted > total:
+        raise ValueError(
+            f"{num_blocks:,} KV blocks take {wanted / GIB:,.1f} GiB, but this {device.type} has "
+            f"{total / GIB:,.1f} GiB of memory in all. At most {total // bytes_per_block:,} blocks would fit, "
+            f"without the weights; ask for less."
+        )
 
 
 def cuda_kv_bytes(total: int, used_by_others: int, peak: int, utilization: float) -> int:

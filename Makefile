@@ -3,7 +3,7 @@
 # Without make: README.md gives the plain commands.
 
 # The first Python that is new enough; or say which: make book PYTHON=/path/to/python3.12
-PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c "import sys; print('$(p)' if sys.version_info >= (3, 11) else '')" 2>/dev/null)))
+PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11,$(shell $(p) -c "import sys; print('$(p)' if sys.version_info >= (3, 11) else '')" 2>/dev/null)))
 
 VENV  := .venv
 PY    := $(VENV)/bin/python
@@ -29,7 +29,7 @@ test: $(STAMP)  ## every test: engine, notebooks, exercises, site
 	@$(TEST)
 
 lab: $(STAMP)  ## JupyterLab on the chapters
-	@$(PY) -m jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/chapters
+	@$(PY) -m jupyterlab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/chapters
 
 notebooks: $(STAMP)  ## execute all chapters and solutions in place, then regenerate the learners' exercises
 	@$(PY) -m tools.notebooks

@@ -182,6 +182,8 @@ def contract_problems(solution: NotebookNode, mutants: Sequence[Mutant]) -> list
         if re.search("(BEGIN|END) SOLUTION", REGION.sub("", cell.source + "\n")):
             problems.append(f"cell {cell.id}: a solution region is not closed")
         if "grade" in tags(cell):
+            if not cell.source.startswith("# "):
+                problems.append(f"cell {cell.id}: starts with no comment like '# Check 1' for its fold to show")
             shown = "".join(o.get("text", "") for o in cell.get("outputs", []))
             if not shown.startswith("✓ "):
                 problems.append(f"cell {cell.id}: its stored output does not say ✓ and why the answer matters")

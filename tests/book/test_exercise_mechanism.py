@@ -120,6 +120,7 @@ def test_drift_is_seen(tmp_path, sample):
         ("task-free", "*create · 5 min · stretch*", "", "3 exercises, but 2 lines like"),
         ("task-free", "create · 5 min", "admire · 5 min", "3 exercises, but 2 lines like"),
         ("bytes-hints", "Hint 2", "Note", "needs one folded Hint 2"),
+        ("give-back-grade", "# Check 3\n", "", "starts with no comment"),
         ("blocks-needed-grade", "expect_function(", "# NBVAL_SKIP\nexpect_function(", "could hide a failure"),
     ],
 )

@@ -75,6 +75,7 @@ def execute(path: Path) -> float:
         timeout=CELL_TIMEOUT,
         kernel_name="python3",
         resources={"metadata": {"path": str(path.parent)}},
+        extra_arguments=["--IPKernelApp.log_level=40"],  # errors only
         record_timing=False,
         coalesce_streams=True,
     )

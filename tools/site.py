@@ -38,19 +38,22 @@ def missing_pages(html: Path) -> list[str]:
     return [page for page in toc_pages() if not (html / f"{page}.html").is_file()]
 
 
+class SiteError(Exception):
+    """The site could not be built; the message is the log."""
+
+
 def build(out: Path = ROOT) -> Path:
-    """Build the site into `out`/_build/html and return that folder; SystemExit with the log if anything is wrong."""
+    """Build the site into `out`/_build/html and return that folder; SiteError with the log if anything is wrong."""
     html = out / "_build" / "html"
     shutil.rmtree(out / "_build", ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-c", JUPYTER_BOOK, "build", str(ROOT), "--path-output", str(out)]
-    run = subprocess.run(
-        [*command, "--all", "--warningiserror", "--keep-going", "--quiet"], cwd=ROOT, text=True, capture_output=True
-    )
+    command += ["--all", "--warningiserror", "--keep-going", "--quiet"]
+    run = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
     if run.returncode:
-        raise SystemExit(f"{run.stdout}\n{run.stderr}\nThe site was not built; the warnings above count as errors.")
+        raise SiteError(f"{run.stdout}\n{run.stderr}\nThe site was not built; the warnings above count as errors.")
     if missing := missing_pages(html):
-        raise SystemExit(f"The site lacks pages of _toc.yml: {', '.join(missing)}")
+        raise SiteError(f"The site lacks pages of _toc.yml: {', '.join(missing)}")
     return html
 
 
@@ -61,7 +64,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT, help="the folder that gets _build/html")
     arguments = parser.parse_args()
     start = time.perf_counter()
-    html = build(arguments.out.resolve())
+    try:
+        html = build(arguments.out.resolve())
+    except SiteError as error:
+        sys.exit(str(error))
     seconds = time.perf_counter() - start
     print(f"· site: all {len(toc_pages())} pages of _toc.yml built in {seconds:.0f} s")
     print(f"Open {html / 'index.html'}\n  or run: python3 -m http.server -d {html} and open http://localhost:8000")

@@ -84,7 +84,7 @@ def inspect(driver: webdriver.Chrome, url: str) -> tuple[list[str], dict]:
         problems.append("MathJax's own fonts did not load")
     for kind in ("errors", "fonts", "raw", "images", "undescribed", "opened"):
         if seen[kind]:
-            problems.append(f"{kind}: {seen[kind]}")
+            problems.append(f"{kind}: {seen[kind][:5]}")
     if seen["sideways"] > 0:
         problems.append(f"the page scrolls sideways by {seen['sideways']} px")
     return problems, seen

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; black and yellow are left out (text, contrast).
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 GREY = "#8c8c8c"
 
 STYLE: dict[str, Any] = {

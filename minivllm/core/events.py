@@ -19,6 +19,8 @@ class StepEvent:
     computed: request id -> tokens in the cache after this step.
     new_blocks: request id -> block ids; the whole table when the request was admitted in this step (its first
     `hits[id]` tokens came from the prefix cache), otherwise the additions. Requests that needed none are absent.
+    finished: requests that ended in this step (all of them if its forward pass failed). aborted: those that were
+    ended between the step before and this one; their blocks were free before this step was scheduled.
     num_*: counts right after scheduling.
     """
 
@@ -31,6 +33,7 @@ class StepEvent:
     hits: Mapping[str, int]
     preempted: Sequence[str]
     finished: Sequence[str]
+    aborted: Sequence[str]
     num_free_blocks: int
     num_running: int
     num_waiting: int
@@ -74,6 +77,7 @@ class EventLog:
                 ),  # hit blocks of an admitted request counted in
                 "preempted": len(event.preempted),
                 "finished": len(event.finished),
+                "aborted": len(event.aborted),
                 "free_blocks": event.num_free_blocks,
                 "running": event.num_running,
                 "waiting": event.num_waiting,

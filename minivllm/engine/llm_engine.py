@@ -51,6 +51,7 @@ class LLMEngine:
         self.event_log = EventLog() if event_log is None else event_log
         self._states: dict[str, RequestState] = {}
         self._parents: dict[str, ParentRequest] = {}
+        self._aborted: list[str] = []  # since the last step, for the event log
         self._num_streams = 0
         self.num_generation_tokens = 0  # sampled since the start
 
@@ -117,10 +118,12 @@ class LLMEngine:
                 parent = self._parents.pop(request_id, None)
                 if parent is None:
                     continue
-                children = [state.request.request_id for state in parent.children]
+                # Without those that have ended by themselves.
+                children = [s.request.request_id for s in parent.children if s.request.request_id in self._states]
                 self.scheduler.finish_requests(children, RequestStatus.FINISHED_ABORTED)
+                self._aborted += children
                 for child in children:
-                    self._states.pop(child, None)
+                    del self._states[child]
                 outputs.append(parent.output())
         return outputs
 
@@ -155,7 +158,7 @@ class LLMEngine:
         except BaseException:
             if output is not None and not done:
                 with _uninterrupted():
-                    self._fail(output)
+                    self._fail(output, start)
             raise
 
     def _process(self, output: SchedulerOutput, result: ModelOutput, start: float) -> list[RequestOutput]:
@@ -215,16 +218,20 @@ class LLMEngine:
                 hits=output.num_hit_tokens,
                 preempted=[request.request_id for request in output.preempted],
                 finished=[request.request_id for request in finished],
+                aborted=self._aborted,
                 num_free_blocks=output.num_free_blocks,
                 num_running=output.num_running,
                 num_waiting=output.num_waiting,
             )
         )
+        self._aborted = []
 
-    def _fail(self, output: SchedulerOutput) -> None:
+    def _fail(self, output: SchedulerOutput, start: float) -> None:
         """End the requests of a step that was not completed, with the siblings that share their prompt."""
-        states = [self._states.get(request.request_id) for request in output.scheduled]
         self.scheduler.fail_step(output)
+        # Some may have ended for the scheduler already, if it was our own part after it that failed.
+        self._log(output, output.scheduled, start, self.clock())
+        states = [self._states.pop(request.request_id, None) for request in output.scheduled]
         self.abort_request({state.parent.request_id for state in states if state is not None})
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:

@@ -44,8 +44,7 @@ class BlockHistory:
 def block_history(event_log: EventLog, num_blocks: int) -> BlockHistory:
     """Replay the log. `num_blocks` is the pool, the null block included.
 
-    ValueError if the log does not add up: its beginning was dropped (a bounded log), or requests ended in ways that
-    it does not record (an abort, a forward pass that failed).
+    ValueError if the log does not add up because its beginning was dropped (a bounded log).
     """
     requests: dict[str, int] = {}
     for event in event_log:
@@ -54,7 +53,7 @@ def block_history(event_log: EventLog, num_blocks: int) -> BlockHistory:
     tables: dict[str, list[int]] = {}
     held = np.zeros((len(event_log), len(requests), num_blocks), dtype=bool)
     for row, event in enumerate(event_log):
-        for request_id in event.preempted:
+        for request_id in [*event.aborted, *event.preempted]:
             tables.pop(request_id, None)
         for request_id, block_ids in event.new_blocks.items():
             if request_id in event.hits:  # admitted in this step: the whole table comes
@@ -68,7 +67,7 @@ def block_history(event_log: EventLog, num_blocks: int) -> BlockHistory:
         if used != logged:
             raise ValueError(
                 f"step {event.step}: the log's tables hold {used} blocks, but {logged} were in use; it lacks its "
-                f"beginning, or a request was aborted"
+                f"beginning"
             )
         for request_id in event.finished:
             tables.pop(request_id, None)

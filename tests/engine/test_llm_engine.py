@@ -497,6 +497,19 @@ class TestFailures:
         assert finish(engine)["b"].num_cached_tokens == (0 if method == "schedule" else 8)
         assert is_idle(engine)
 
+    def test_the_event_log_tells_of_failed_steps_and_aborts(self):
+        engine = make(max_num_seqs=2)
+        for name in "abc":
+            engine.add_request(name, [1, 2], SamplingParams(max_tokens=4))
+        engine.executor.fail_at[1] = RuntimeError("device lost")
+        with pytest.raises(RuntimeError):
+            engine.step()
+        engine.add_request("d", [1, 2], SamplingParams(max_tokens=4))
+        engine.abort_request("c")
+        finish(engine)
+        log = [(list(e.scheduled), e.finished, e.aborted) for e in engine.event_log]
+        assert log[:2] == [(["a", "b"], ["a", "b"], []), (["d"], [], ["c"])]
+
     def test_an_error_in_our_own_text_handling_ends_the_step_s_requests_too(self, monkeypatch):
         engine = make({"a": [EOS]})  # a has ended for the scheduler already when the error comes
         for name in "ab":

@@ -403,14 +403,14 @@ class Fact(NamedTuple):
 
 
 def draw_facts(rng: random.Random, count: int, held_out: bool) -> list[Fact]:
-    """`count` facts with different (name, thing) pairs over few names and things, so that most share a part."""
+    """`count` facts with different (name, thing) pairs from a grid of names by things, so that many share a part."""
     names, things = NAMES, OBJECTS
     if held_out:  # all pairs between these two lists are held out
         start = rng.randrange(HELD_OUT_EVERY)
         names, things = NAMES[start::HELD_OUT_EVERY], OBJECTS[-start % HELD_OUT_EVERY :: HELD_OUT_EVERY]
-    side = math.isqrt(count) + 1
     while True:
-        grid = itertools.product(rng.sample(names, side), rng.sample(things, side))
+        width = rng.randint(2, 5)
+        grid = itertools.product(rng.sample(names, width), rng.sample(things, math.ceil(1.25 * count / width)))
         pairs = [pair for pair in grid if is_held_out(*pair) == held_out]
         if len(pairs) >= count:
             return [Fact(*pair, rng.choice(PLACES)) for pair in rng.sample(pairs, count)]
@@ -444,15 +444,20 @@ def recall_document(rng: random.Random, tokens: int, sparse: float) -> str:
     """
     waiting = draw_facts(rng, rng.randint(4, 12), held_out=False)
     told: list[Fact] = []
+    asked: list[Fact] = []
     text, length = [], 0
     while length < tokens:
         if rng.random() < sparse:
             line = "".join(filler(rng, rng.randint(10, 70)))
-        elif waiting and (not told or rng.random() < 0.5):
+        elif waiting and (not told or rng.random() < 0.6):
             told.append(waiting.pop())
             line = told[-1].note()
         else:
-            fact = rng.choice(told)
+            # What was asked before can be copied from its answer, so it is asked again only when nothing else is left.
+            fact = rng.choice(told or asked)
+            if told:
+                told.remove(fact)
+                asked.append(fact)
             line = f"{fact.question()} {fact.place}.\n"
         text.append(line)
         length += count_tokens(line)
@@ -462,9 +467,9 @@ def recall_document(rng: random.Random, tokens: int, sparse: float) -> str:
 def held_out_recall(seed: int, facts: int = 6, distance: int = 200, context: int | None = None) -> tuple[str, str]:
     """A recall prompt about facts never seen in training: `(prompt, answer)`, the answer being one token, ` place`.
 
-    `distance` counts tokens from the place in the note to the place in the answer (at least 25). The other
+    `distance` counts tokens from the place in the note to the place in the answer (at least 24). The other
     `facts - 1` notes stand before the note in question or after it, where they fit. With `context` the prompt is led
-    in by story lines up to that many tokens.
+    in by story lines up to that many tokens. Raises ValueError if `distance` leaves no room for the question.
     """
     rng = random.Random(f"held-out {seed} {facts} {distance} {context}")
     target, *others = draw_facts(rng, facts, held_out=True)

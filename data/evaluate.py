@@ -14,11 +14,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.corpus import END_OF_TEXT, held_out_recall
-from data.train import CONTEXT, STAGES, TINY, Stage, forward, make_batch
+from data.train import CONTEXT, STAGES, TINY, Stage, batched_attention, forward, make_batch
 from minivllm.models.gpt2 import GPT2
 from minivllm.models.weights import load_model
 
-DISTANCES = (25, 50, 100, 200, 300, 400, 500, 600, 700, 800, 900)
+DISTANCES = (25, 50, 100, 200, 300, 450, 600, 750, 900)
 PROMPTS = ("Once upon a time", "One rainy morning, Nora", "Long ago, a clever boy named Leo")
 
 
@@ -53,9 +53,10 @@ def recall(model: GPT2, tokenizer: Tokenizer, distance: int, lines: int = 500, *
         prompts = [tokenizer.encode(prompt).ids for prompt, _ in pairs]
         width = max(map(len, prompts))
         tokens = torch.tensor([ids + [0] * (width - len(ids)) for ids in prompts])  # the padding comes after: unseen
-        logits = forward(model, tokens, positions_of(tokens))
-        for row, (ids, (_, answer)) in enumerate(zip(prompts, pairs, strict=True)):
-            right += tokenizer.decode([int(logits[row, len(ids) - 1].argmax())]) == answer
+        hidden = model(tokens.flatten(), positions_of(tokens).flatten(), batched_attention(len(prompts)))
+        last = torch.tensor([row * width + len(ids) - 1 for row, ids in enumerate(prompts)])
+        for token, (_, answer) in zip(model.compute_logits(hidden[last]).argmax(-1), pairs, strict=True):
+            right += tokenizer.decode([int(token)]) == answer
     return right / lines
 
 

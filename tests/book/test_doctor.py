@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -11,16 +10,16 @@ from minivllm.__main__ import main
 
 
 def run(*arguments):
-    return subprocess.run([sys.executable, "-m", "minivllm", *arguments], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "minivllm", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_this_machine_is_ready_in_time():
-    start = time.perf_counter()
+def test_this_machine_is_ready_in_time(cpu_seconds):
     result = run("doctor")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "20 tokens generated" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("Ready")
-    assert time.perf_counter() - start < 15 * 2  # the other test process has half of the machine
+    assert cpu_seconds() < 15
 
 
 def test_not_ready_is_exit_code_1_with_the_reasons_last(monkeypatch, capsys):

@@ -66,6 +66,7 @@ PLACES = _words(
 )
 
 HELD_OUT_EVERY = 5
+MAX_FACTS = 72
 
 
 def is_held_out(name: str, thing: str) -> bool:
@@ -403,13 +404,19 @@ class Fact(NamedTuple):
 
 
 def draw_facts(rng: random.Random, count: int, held_out: bool) -> list[Fact]:
-    """`count` facts with different (name, thing) pairs from a grid of names by things, so that many share a part."""
+    """`count` facts with different (name, thing) pairs from a grid of names by things, so that many share a part.
+
+    Raises ValueError for more than `MAX_FACTS`.
+    """
+    if count > MAX_FACTS:
+        raise ValueError(f"{count} facts asked for; names and things suffice for {MAX_FACTS}")
     names, things = NAMES, OBJECTS
     if held_out:  # all pairs between these two lists are held out
         start = rng.randrange(HELD_OUT_EVERY)
         names, things = NAMES[start::HELD_OUT_EVERY], OBJECTS[-start % HELD_OUT_EVERY :: HELD_OUT_EVERY]
+    narrowest = max(2, math.ceil(count / 9))  # a narrower grid would need more things than are held out with a name
     while True:
-        width = rng.randint(2, 5)
+        width = rng.randint(narrowest, max(5, narrowest))
         grid = itertools.product(rng.sample(names, width), rng.sample(things, math.ceil(1.25 * count / width)))
         pairs = [pair for pair in grid if is_held_out(*pair) == held_out]
         if len(pairs) >= count:
@@ -469,7 +476,8 @@ def held_out_recall(seed: int, facts: int = 6, distance: int = 200, context: int
 
     `distance` counts tokens from the place in the note to the place in the answer (at least 24). The other
     `facts - 1` notes stand before the note in question or after it, where they fit. With `context` the prompt is led
-    in by story lines up to that many tokens. Raises ValueError if `distance` leaves no room for the question.
+    in by story lines up to that many tokens. Raises ValueError if `distance` leaves no room for the question, or for
+    more than `MAX_FACTS` facts.
     """
     rng = random.Random(f"held-out {seed} {facts} {distance} {context}")
     target, *others = draw_facts(rng, facts, held_out=True)

@@ -19,7 +19,11 @@ from minivllm.models.gpt2 import GPT2
 from minivllm.models.weights import load_model
 
 DISTANCES = (25, 50, 100, 200, 300, 450, 600, 750, 900)
-PROMPTS = ("Once upon a time", "One rainy morning, Nora", "Long ago, a clever boy named Leo")
+PROMPTS = (
+    "Once upon a time",
+    "Tom wanted to bake a",
+    "One rainy morning, Nora was bored at home. She found an old map",
+)
 
 
 def load(folder: Path = TINY) -> tuple[GPT2, Tokenizer]:
@@ -101,11 +105,9 @@ def main() -> None:
     print(f"size             {size / 1e6:.2f} MB (all files of {args.model.name}/)")
     print(f"load time        {load_s:.3f} s")
     print(f"prefill          {prefill_speed(model):,.0f} tokens/s, {torch.get_num_threads()} threads")
-    print(f"validation loss  {validation_loss(model, tokenizer, recall=0.0):.3f} stories")
-    print(
-        f"validation loss  {validation_loss(model, tokenizer, recall=STAGES[-1].recall):.3f} stories and recall mixed"
-    )
-
+    for share in (0.0, STAGES[-1].recall):
+        loss = validation_loss(model, tokenizer, share)
+        print(f"validation loss  {loss:.3f} with {share:.0%} recall documents, the rest stories")
     print(f"\nheld-out recall, {args.lines} prompts each, 6 facts\ndistance   short prompt   prompt of 1,000 tokens")
     for distance in tqdm(DISTANCES, unit="distance", leave=False):
         short = recall(model, tokenizer, distance, args.lines)

@@ -8,7 +8,7 @@ Recall is hard to learn from scratch with this little training, so three things 
   same at every position.
 - **One circuit is built in.** The first layer's heads start out looking 2, 3, 5 and 6 tokens back (`OFFSETS`), and one
   head of the second layer starts out comparing what they found and copying the place it belongs to (`init_weights`).
-  That alone answers about half of the recall questions. Training keeps it, sharpens it and teaches the rest.
+  That alone answers a third or so of the recall questions. Training keeps it, sharpens it and teaches the rest.
 
 Every batch follows from the seed and the step alone, so a resumed run sees what an uninterrupted one would have seen.
 """

@@ -81,6 +81,17 @@ def test_a_distance_shorter_than_the_question_is_refused():
         corpus.held_out_recall(0, distance=20)
 
 
+@pytest.mark.parametrize("facts", [1, 6, 20, corpus.MAX_FACTS])
+def test_as_many_facts_as_asked_for(facts):
+    for seed in range(10):
+        assert len(set(corpus.draw_facts(random.Random(seed), facts, held_out=True))) == facts
+
+
+def test_more_facts_than_there_are_pairs_are_refused():
+    with pytest.raises(ValueError, match="73 facts"):
+        corpus.held_out_recall(0, facts=73, distance=900)
+
+
 def test_facts_share_names_or_things_and_places_vary():
     assert len(set(corpus.PLACES)) >= 50
     for seed in range(50):

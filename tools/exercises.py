@@ -144,6 +144,11 @@ def skeleton(solution: NotebookNode) -> NotebookNode:
     return normalise(notebook)
 
 
+def worked_in(path: Path) -> bool:
+    """Whether somebody has run cells of a learner's notebook: a generated one holds no counts and no outputs."""
+    return path.exists() and any(c.get("execution_count") or c.get("outputs") for c in read(path).cells)
+
+
 def solution_cell(solution: NotebookNode, found: list[Exercise]) -> NotebookNode:
     """The folded solution: the answer alone if the hole was `answer = None`, else the whole cell."""
     parts = []
@@ -328,10 +333,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=["generate", "check"])
     parser.add_argument("slug", nargs="*", help="default: all")
+    parser.add_argument("--force", action="store_true", help="generate: also over a notebook that was worked in")
     arguments = parser.parse_args()
     chosen, failed = kits(arguments.slug), False
     for kit in chosen:
         if arguments.command == "generate":
+            if worked_in(kit.skeleton) and not arguments.force:
+                print(f"✗ exercises/{kit.skeleton.name} has been worked in; copy it elsewhere, then add --force")
+                failed = True
+                continue
             kit.skeleton.write_text(text(skeleton(read(kit.solution))), encoding="utf-8")
             print(f"✓ exercises/{kit.skeleton.name} from its solution")
             continue

@@ -110,6 +110,28 @@ def test_drift_is_seen(tmp_path, sample):
     assert len(problems) == 1 and "make exercises" in problems[0]
 
 
+def exit_code() -> int:
+    with pytest.raises(SystemExit) as ended:
+        exercises.main()
+    return int(ended.value.code)
+
+
+def test_a_notebook_that_was_worked_in_is_not_overwritten(tmp_path, sample, monkeypatch, capsys):
+    kit = replace(SAMPLE, skeleton=tmp_path / "sample.ipynb")
+    monkeypatch.setattr(exercises, "kits", lambda slugs: [kit])
+    monkeypatch.setattr("sys.argv", ["exercises", "generate"])
+    assert exit_code() == 0
+    mine = read(kit.skeleton)
+    next(cell for cell in mine.cells if cell.cell_type == "code")["execution_count"] = 1
+    kit.skeleton.write_text(text(mine), encoding="utf-8")
+    before = kit.skeleton.read_bytes()
+    assert exit_code() == 1
+    assert kit.skeleton.read_bytes() == before and "has been worked in" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["exercises", "generate", "--force"])
+    assert exit_code() == 0
+    assert not exercises.worked_in(kit.skeleton)
+
+
 @pytest.mark.parametrize(
     "name, old, new, complaint",
     [

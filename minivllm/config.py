@@ -5,6 +5,8 @@ Names and defaults are those of vLLM 0.30.0. Standard library only.
 
 from __future__ import annotations
 
+import math
+import numbers
 from dataclasses import dataclass
 
 POLICIES = ("fcfs", "priority")
@@ -15,10 +17,26 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def is_whole(value: object) -> bool:
+    """Whether `value` is a whole number; numpy's count, True and False do not."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_finite(value: object) -> bool:
+    """Whether `value` is a finite number; numpy's count, True and False do not."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def require_int(name: str, value: object, minimum: int) -> None:
-    """Raise ValueError unless `value` is an int (not a bool) of at least `minimum`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+    """Raise ValueError unless `value` is a whole number of at least `minimum`."""
+    if not is_whole(value) or value < minimum:
         raise ValueError(f"{name} must be a whole number of at least {minimum}, got {value!r}.")
+
+
+def require_bool(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is True or False: "no" would count as true."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -33,8 +51,9 @@ class CacheConfig:
     def __post_init__(self) -> None:
         require_int("block_size", self.block_size, 1)
         require_int("num_blocks", self.num_blocks, 2)
-        if not 0.0 <= self.watermark < 1.0:
-            raise ValueError(f"watermark is a fraction of all blocks and must be in [0, 1), got {self.watermark}.")
+        require_bool("enable_prefix_caching", self.enable_prefix_caching)
+        if not is_finite(self.watermark) or not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"watermark is a fraction of all blocks and must be in [0, 1), got {self.watermark!r}.")
 
     @property
     def num_usable_blocks(self) -> int:
@@ -87,6 +106,7 @@ class SchedulerConfig:
         require_int("max_num_seqs", self.max_num_seqs, 1)
         require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         require_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        require_bool("enable_chunked_prefill", self.enable_chunked_prefill)
         if self.policy not in POLICIES:
             raise ValueError(f"scheduling_policy must be one of {', '.join(POLICIES)}, got {self.policy!r}.")
         if self.max_num_batched_tokens < self.max_num_seqs:

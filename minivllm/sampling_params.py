@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from minivllm.config import is_finite, is_whole, require_bool
 
 # vLLM treats smaller temperatures as greedy, and lifts those just above it: logits divided by less overflow.
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 1e-2
+MAX_N = 16384  # vLLM's default limit
+# Beyond these a float32 logit overflows, or vanishes beside the others.
+MAX_BIAS = 1e6
+REPETITION_RANGE = (1e-6, 1e6)
 
 
 @dataclass(kw_only=True)
@@ -46,10 +51,12 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-        self.stop_token_ids = list(self.stop_token_ids or ())
+        self.stop = [self.stop] if isinstance(self.stop, str) else _as_list("stop", self.stop)
+        self.stop_token_ids = _as_list("stop_token_ids", self.stop_token_ids)
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias must be a dict {{token id: number}}, got {self.logit_bias!r}.")
         self.logit_bias = dict(self.logit_bias or {})
-        self._check()
+        self.check()
         if 0 < self.temperature < GREEDY_BELOW:
             self.temperature = 0.0
         elif GREEDY_BELOW <= self.temperature < MIN_TEMPERATURE:
@@ -63,22 +70,26 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
-    def _check(self) -> None:
-        whole = {"n": 1, "top_k": -1, "min_tokens": 0}
-        for name, minimum in whole.items():
+    def check(self) -> None:
+        """Raise ValueError if a value cannot be meant. Runs on construction, and again when a request is added."""
+        for name, minimum in {"n": 1, "top_k": -1, "min_tokens": 0}.items():
             _check_int(name, getattr(self, name), minimum)
         for name, minimum in {"max_tokens": 1, "logprobs": -1, "prompt_logprobs": -1}.items():
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), minimum)
-        if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
+        if self.n > MAX_N:
+            raise ValueError(f"n must be at most {MAX_N:,}, got {self.n:,}.")
+        if self.seed is not None and not is_whole(self.seed):
             raise ValueError(f"seed must be a whole number or None, got {self.seed!r}.")
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            require_bool(name, getattr(self, name))
 
         _check_range("temperature", self.temperature, 0.0, 2.0)
         _check_range("top_p", self.top_p, 0.0, 1.0, open_below=True)
         _check_range("min_p", self.min_p, 0.0, 1.0)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_below=True)
+        _check_range("repetition_penalty", self.repetition_penalty, *REPETITION_RANGE)
 
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).")
@@ -88,23 +99,32 @@ class SamplingParams:
             )
         if not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}.")
-        if not all(isinstance(t, int) and not isinstance(t, bool) for t in self.stop_token_ids):
+        if not all(is_whole(t) for t in self.stop_token_ids):
             raise ValueError(f"stop_token_ids must hold whole numbers, got {self.stop_token_ids!r}.")
         for token_id, bias in self.logit_bias.items():
-            if not isinstance(token_id, int) or isinstance(token_id, bool):
+            if not is_whole(token_id):
                 raise ValueError(f"logit_bias keys must be token ids (whole numbers), got {token_id!r}.")
-            if not isinstance(bias, (int, float)) or not math.isfinite(bias):
-                raise ValueError(f"logit_bias of token {token_id} must be a finite number, got {bias!r}.")
+            if not is_finite(bias) or abs(bias) > MAX_BIAS:
+                raise ValueError(
+                    f"logit_bias of token {token_id} must be a finite number within ±{MAX_BIAS:,.0f}, got {bias!r}."
+                )
+
+
+def _as_list(name: str, values: object) -> list:
+    if values is None:
+        return []
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be a list, got {values!r}.")
+    return list(values)
 
 
 def _check_int(name: str, value: object, minimum: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+    if not is_whole(value) or value < minimum:
         off = {"top_k": " (0 or -1: off)", "logprobs": " (-1: all)", "prompt_logprobs": " (-1: all)"}.get(name, "")
         raise ValueError(f"{name} must be a whole number of at least {minimum}{off}, got {value!r}.")
 
 
 def _check_range(name: str, value: object, low: float, high: float, *, open_below: bool = False) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or value < low or value > high or (open_below and value == low):
-        bounds = f"{'(' if open_below else '['}{low:g}, {high:g}{')' if high == math.inf else ']'}"
+    if not is_finite(value) or value < low or value > high or (open_below and value == low):
+        bounds = f"{'(' if open_below else '['}{low:g}, {high:g}]"
         raise ValueError(f"{name} must be a finite number in {bounds}, got {value!r}.")

@@ -41,8 +41,8 @@ def _decode(query: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: lis
     if min(seq_lens) < keys.shape[2]:
         lens = torch.tensor(seq_lens, device=query.device)
         mask = (torch.arange(keys.shape[2], device=query.device) < lens[:, None])[:, None, None, :]
-        # Slots behind the end hold whatever was there before. A weight of 0 hides any number but NaN and infinity,
-        # and one request's overflow must not reach another.
+        # Slots behind the end hold what another request left there. A weight of 0 hides any number but NaN and
+        # infinity, so an overflow over there would show up here.
         keys.masked_fill_(~mask.transpose(2, 3), 0)
         values.masked_fill_(~mask.transpose(2, 3), 0)
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).reshape(num_reqs, num_heads, head_dim)

@@ -40,7 +40,7 @@ class StepEvent:
 
 
 class EventLog:
-    """The last `max_steps` step events (all of them with None), oldest first."""
+    """The last `max_steps` step events, oldest first. None keeps all of them: about 1 KB per step and request."""
 
     def __init__(self, max_steps: int | None = None) -> None:
         self._events: deque[StepEvent] = deque(maxlen=max_steps)
@@ -57,8 +57,8 @@ class EventLog:
     def __iter__(self) -> Iterator[StepEvent]:
         return iter(self._events)
 
-    def __getitem__(self, index: int) -> StepEvent:
-        return self._events[index]
+    def __getitem__(self, index: int | slice) -> StepEvent | list[StepEvent]:
+        return list(self._events)[index] if isinstance(index, slice) else self._events[index]
 
     def to_pandas(self) -> pandas.DataFrame:
         """One row a step, indexed by step number; times in seconds, tokens and blocks as counts."""

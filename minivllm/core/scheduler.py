@@ -82,10 +82,11 @@ class Scheduler:
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
-    def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
+    def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> list[Request]:
         """End requests from outside (an abort, a stop string); unknown ids are ignored, since a request may have
         ended by itself in the meantime. Returns those that this call ended."""
-        requests = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
+        ids = [request_ids] if isinstance(request_ids, str) else dict.fromkeys(request_ids)
+        requests = [self.requests[request_id] for request_id in ids if request_id in self.requests]
         self._leave_queues(requests)
         for request in requests:
             self._finish(request, status)
@@ -112,10 +113,14 @@ class Scheduler:
         self.step += 1
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
 
-        budget = self._schedule_running(output)
-        # A step that had to preempt is short of blocks; admitting now would only cause the next preemption.
-        if not output.preempted:
-            self._schedule_waiting(output, budget)
+        try:
+            budget = self._schedule_running(output)
+            # A step that had to preempt is short of blocks; admitting now would only cause the next preemption.
+            if not output.preempted:
+                self._schedule_waiting(output, budget)
+        except BaseException:
+            self._undo(output)
+            raise
         output.preempted += self._preempted_by_reset
         self._preempted_by_reset = []
 
@@ -231,11 +236,25 @@ class Scheduler:
         output.preempted.append(victim)
         return restored
 
+    def _undo(self, output: SchedulerOutput) -> None:
+        """After an error half way through `schedule`: every running request goes back to the queue and is computed
+        again, since no executor will hear of the blocks that this step gave out."""
+        while self.running:
+            self._preempt(self.running.pop(), output)
+        for request_id in list(self.kv_cache_manager.block_tables):  # admitted, but not running yet
+            request = self.requests[request_id]
+            self.kv_cache_manager.free_unfilled(request, request.num_computed_tokens)
+        self._preempted_by_reset += output.preempted
+        self._finished_req_ids = output.finished_req_ids + self._finished_req_ids
+
     def update_from_output(self, output: SchedulerOutput, sampled: Sequence[int | None]) -> list[Request]:
         """Append the sampled tokens (one per scheduled request, None while its prompt is unfinished).
 
-        Returns the requests that ended; their blocks are free again, one request after another.
+        Returns the requests that ended; their blocks are free again, one request after another. ValueError, with
+        nothing changed, if the number of tokens is not that of the requests.
         """
+        if len(sampled) != len(output.scheduled):
+            raise ValueError(f"the executor returned {len(sampled)} tokens for {len(output.scheduled)} requests.")
         finished: list[Request] = []
         for request, token_id in zip(output.scheduled, sampled, strict=True):
             if token_id is None:
@@ -254,7 +273,8 @@ class Scheduler:
         for request in output.scheduled:
             num_filled = request.num_computed_tokens - output.num_scheduled_tokens[request.request_id]
             self.kv_cache_manager.free_unfilled(request, num_filled)
-        return self.finish_requests(list(output.num_scheduled_tokens), RequestStatus.FINISHED_ERROR)
+        self._finished_req_ids = output.finished_req_ids + self._finished_req_ids  # the executor may not have read it
+        return self.finish_requests(output.num_scheduled_tokens, RequestStatus.FINISHED_ERROR)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached blocks. While requests run this refuses (False), unless they may be preempted first."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from minivllm.config import SchedulerConfig
+from minivllm.config import SchedulerConfig, is_finite, is_whole
 from minivllm.model_config import GenerationConfig
 from minivllm.request import Request
 from minivllm.sampling_params import SamplingParams
@@ -49,6 +49,9 @@ class InputProcessor:
         params = self.default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be a SamplingParams, got {type(params).__name__}.")
+        params.check()  # it may have been changed since it was made
+        if not is_finite(arrival_time):
+            raise ValueError(f"arrival_time must be a number of seconds on the engine's clock, got {arrival_time!r}.")
         text, token_ids, cache_salt = self._read_prompt(prompt)
         self._check(token_ids, params, priority)
         eos_token_id, stop_token_ids = self._end_tokens(params)
@@ -94,16 +97,21 @@ class InputProcessor:
                     f"got {sorted(map(str, prompt))}."
                 )
             salt = prompt.get("cache_salt")
-            if salt is not None and not (isinstance(salt, str) and salt):
-                raise ValueError(f"cache_salt must be a non-empty string, got {salt!r}.")
+            if salt is not None and not (isinstance(salt, str) and salt and _is_unicode(salt)):
+                raise ValueError(f"cache_salt must be a non-empty string of valid Unicode, got {salt!r}.")
             text = prompt.get("prompt")
-            token_ids = prompt.get("prompt_token_ids", text)
+            if text is not None and not isinstance(text, str):
+                raise ValueError(
+                    f"'prompt' must be text, got {type(text).__name__}; use 'prompt_token_ids' for token ids."
+                )
+            token_ids = prompt.get("prompt_token_ids")
+            token_ids = text if token_ids is None else token_ids
         if isinstance(token_ids, str):
             text = token_ids
             if self.tokenizer is None:
                 raise ValueError("this model has no tokenizer, so a prompt must be token ids, not text.")
             token_ids = self.tokenizer.encode(text)
-        if isinstance(token_ids, (bytes, bytearray)) or not isinstance(token_ids, Iterable):
+        if isinstance(token_ids, (bytes, bytearray, Set, Mapping)) or not isinstance(token_ids, Iterable):
             kind = type(prompt).__name__
             raise ValueError(f"a prompt is text, a list of token ids, or a dict of either; got {kind}.")
         return text, [_as_token_id(t, self.vocab_size) for t in token_ids], salt
@@ -118,7 +126,7 @@ class InputProcessor:
                 f"place is needed for the output. Shorten the prompt to {max_model_len - 1:,} tokens, or raise "
                 f"max_model_len."
             )
-        if not isinstance(priority, int) or isinstance(priority, bool):
+        if not is_whole(priority):
             raise ValueError(f"priority must be a whole number (smaller goes first), got {priority!r}.")
         if priority != 0 and self.policy != "priority":
             raise ValueError(
@@ -151,6 +159,15 @@ class InputProcessor:
         # Every request without a seed gets one of its own from the engine's, so that a run can be repeated.
         self._num_unseeded += 1
         return int.from_bytes(sha256(f"{self.seed}/{self._num_unseeded}".encode()).digest()[:8], "little")
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether `text` can be encoded: a lone surrogate cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _as_token_id(value: object, vocab_size: int) -> int:

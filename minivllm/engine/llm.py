@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
 
-from minivllm.config import CacheConfig, SchedulerConfig, require_int
+from minivllm.config import CacheConfig, SchedulerConfig, is_finite, is_whole, require_bool, require_int
 from minivllm.core.events import EventLog
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.input_processor import Prompt
@@ -33,7 +34,8 @@ class LLM:
     max_num_seqs, max_num_batched_tokens: requests and tokens of one step; None takes vLLM's offline defaults.
     The pool: `num_gpu_blocks_override` blocks, or `kv_cache_memory_bytes`, or on CUDA what `gpu_memory_utilization`
     leaves, or on a CPU 1 GiB; in the last three cases never more than `max_num_seqs` full requests can use.
-    attention_backend: "fast", "reference" or "blockwise". max_log_steps: how many steps the event log keeps.
+    attention_backend: "fast", "reference" or "blockwise".
+    max_log_steps: how many steps the event log keeps; None keeps all, which grows (about 1 KB per step and request).
     Raises ValueError for settings that cannot work, FileNotFoundError and the like for models that are not there.
     """
 
@@ -59,6 +61,14 @@ class LLM:
         attention_backend: str = "fast",
         max_log_steps: int | None = None,
     ) -> None:
+        require_bool("enable_chunked_prefill", enable_chunked_prefill)
+        for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
+            if value is not None:
+                require_int(name, value, 1)
+        if max_log_steps is not None:
+            require_int("max_log_steps", max_log_steps, 1)
+        if not is_whole(seed):
+            raise ValueError(f"seed must be a whole number, got {seed!r}.")
         device, word = memory.resolve_device(device)
         if word:
             logger.warning(word)
@@ -113,7 +123,8 @@ class LLM:
             seed=seed,
             event_log=EventLog(max_log_steps),
         )
-        self.num_requests = 0
+        self._next_id = 0
+        self._lock = threading.RLock()
         self.capacity_report = cache_config.capacity_report(max_model_len, device.type)
         logger.info(self.capacity_report)
 
@@ -136,7 +147,7 @@ class LLM:
         optionally with "cache_salt". sampling_params: one for all, or one per prompt; None: the model's defaults.
         priority: one per prompt, smaller goes first (scheduling_policy="priority" only).
         Raises ValueError if any prompt can never run; none runs then. Ctrl-C, or an error in a forward pass, aborts
-        the requests of this call and leaves the engine usable.
+        the requests of this call and leaves the engine usable. Calls from several threads wait for each other.
         """
         prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
         params = _one_per_prompt("sampling_params", sampling_params, len(prompts), SamplingParams)
@@ -146,25 +157,35 @@ class LLM:
 
         request_ids: list[str] = []
         outputs: dict[str, RequestOutput] = {}
-        try:
-            for prompt, param, prio in zip(prompts, params, priorities, strict=True):
-                request_id = str(self.num_requests)
-                self.llm_engine.add_request(request_id, prompt, param, priority=prio, stream=False)
-                self.num_requests += 1
-                request_ids.append(request_id)
-            for output in self._run(set(request_ids), use_tqdm):
-                outputs[output.request_id] = output
-        except BaseException:
-            self.llm_engine.abort_request(request_ids)
-            raise
+        with self._lock:
+            try:
+                for prompt, param, prio in zip(prompts, params, priorities, strict=True):
+                    # Noted first: an interrupt may come after the request was added and before we are told.
+                    request_ids.append(self._new_id())
+                    self.llm_engine.add_request(request_ids[-1], prompt, param, priority=prio, output_kind="final_only")
+                for output in self._run(set(request_ids), use_tqdm):
+                    outputs[output.request_id] = output
+            except BaseException:
+                self.llm_engine.abort_request(request_ids)
+                raise
         return [outputs[request_id] for request_id in request_ids]
+
+    def _new_id(self) -> str:
+        """The next number that no request of the engine has as its id."""
+        while self.llm_engine.has_request(request_id := str(self._next_id)):
+            self._next_id += 1
+        self._next_id += 1
+        return request_id
 
     def _run(self, unfinished: set[str], use_tqdm: bool) -> Iterator[RequestOutput]:
         """Step until all of `unfinished` are done; yields their outputs as they finish."""
         start, shown, before = time.monotonic(), 0.0, self.llm_engine.num_generation_tokens
         with tqdm(total=len(unfinished), desc="Generating", unit="req", disable=not use_tqdm) as bar:
             while unfinished:
-                for output in self.llm_engine.step():
+                outputs = self.llm_engine.step()
+                # Requests that somebody added to the engine directly have moved on too.
+                self.llm_engine.keep(output for output in outputs if output.request_id not in unfinished)
+                for output in outputs:
                     if output.request_id in unfinished:
                         unfinished.discard(output.request_id)
                         bar.update()
@@ -189,7 +210,7 @@ class LLM:
         """
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it cannot chat; use generate with token ids.")
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        conversations = _read_conversations(messages)
         texts = [self.tokenizer.apply_chat_template(c, add_generation_prompt) for c in conversations]
         # The template has written the special tokens; adding them again would double the first.
         prompts = [
@@ -199,17 +220,39 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
 
+def _read_conversations(messages: object) -> list[list[Mapping]]:
+    """A list of conversations, from one or several."""
+    if isinstance(messages, Sequence) and not isinstance(messages, str):
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        if all(_is_conversation(conversation) for conversation in conversations):
+            return list(conversations)
+    raise ValueError(
+        f"chat takes a conversation or a list of them; a conversation is a list of dicts with 'role' and 'content', "
+        f"got {messages!r:.80}."
+    )
+
+
+def _is_conversation(value: object) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and bool(value)
+        and all(isinstance(message, Mapping) and "role" in message for message in value)
+    )
+
+
 def _is_one_prompt(prompts: object) -> bool:
     if isinstance(prompts, (str, Mapping)):
         return True
     if not isinstance(prompts, Sequence):
         raise ValueError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}.")
-    return bool(prompts) and isinstance(prompts[0], int)
+    return bool(prompts) and is_whole(prompts[0])
 
 
 def _one_per_prompt(name: str, values: object, num_prompts: int, single: type | tuple) -> list:
     if values is None or isinstance(values, single):
         return [values] * num_prompts
+    if not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be a list with one entry per prompt, got {values!r}.")
     values = list(values)
     if len(values) != num_prompts:
         raise ValueError(
@@ -237,8 +280,8 @@ def _choose_pool(
     num_gpu_blocks_override: int | None,
 ) -> int:
     require_int("block_size", block_size, 1)
-    if not 0.0 < gpu_memory_utilization <= 1.0:
-        raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}.")
+    if not is_finite(gpu_memory_utilization) or not 0.0 < gpu_memory_utilization <= 1.0:
+        raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization!r}.")
     if num_gpu_blocks_override is not None:
         require_int("num_gpu_blocks_override", num_gpu_blocks_override, 2)
         return num_gpu_blocks_override

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from minivllm.core.events import EventLog, StepEvent
 from minivllm.core.scheduler import Scheduler, SchedulerOutput
 from minivllm.engine.input_processor import InputProcessor, Prompt
-from minivllm.engine.output_processor import ParentRequest, RequestState
+from minivllm.engine.output_processor import OutputKind, ParentRequest, RequestState
 from minivllm.engine.outputs import RequestMetrics, RequestOutput
 from minivllm.executor.base import Executor, ModelOutput
 from minivllm.model_config import GenerationConfig
@@ -52,6 +52,9 @@ class LLMEngine:
         self._states: dict[str, RequestState] = {}
         self._parents: dict[str, ParentRequest] = {}
         self._aborted: list[str] = []  # since the last step, for the event log
+        self._abort_later: list[str] = []  # asked for while a step was in progress
+        self._stepping = False
+        self._undelivered: dict[str, RequestOutput] = {}
         self._num_streams = 0
         self.num_generation_tokens = 0  # sampled since the start
 
@@ -65,21 +68,21 @@ class LLMEngine:
         *,
         priority: int = 0,
         arrival_time: float | None = None,
-        stream: bool = True,
+        output_kind: OutputKind = "cumulative",
     ) -> None:
         """Queue a request.
 
         prompt: text, token ids, or a dict with "prompt" or "prompt_token_ids" and optionally "cache_salt" (requests
         share cached blocks only with requests of the same salt).
         sampling_params: None means the model's own defaults.
-        stream: return an output at every step, not only at the end.
+        output_kind: "cumulative" returns an output after every token, "final_only" one at the end.
         Raises ValueError for whatever could never run, with the numbers and the way out; nothing is queued then.
         """
         if request_id in self._parents:
             raise ValueError(f"request id {request_id!r} is in use; give each request an id of its own.")
         arrival_time = self.clock() if arrival_time is None else arrival_time
         text, requests = self.input_processor.process(request_id, prompt, sampling_params, priority, arrival_time)
-        parent = ParentRequest(request_id, text, RequestMetrics(arrival_time), stream)
+        parent = ParentRequest(request_id, text, RequestMetrics(arrival_time), output_kind)
         for index, request in enumerate(requests):
             parent.children.append(RequestState(request, index, parent, self._detokenizer(request)))
         with _uninterrupted():
@@ -100,7 +103,7 @@ class LLMEngine:
             for state in parent.children:
                 self.scheduler.add_request(state.request)
                 added.append(state.request.request_id)
-        except ValueError:
+        except BaseException:
             self.scheduler.finish_requests(added, RequestStatus.FINISHED_ABORTED)
             raise
         self._parents[parent.request_id] = parent
@@ -109,23 +112,32 @@ class LLMEngine:
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests now and free their blocks. Ids that are unknown or have ended are ignored.
 
-        Returns the last output of each, with finish_reason "abort" for what had not ended by itself.
+        Returns the last output of each, with finish_reason "abort" for what had not ended by itself. While a step is
+        in progress (a hook calls, or a dropped stream is collected) they end after it, and nothing is returned.
         """
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        outputs = []
+        if isinstance(request_ids, str):
+            request_ids = [request_ids]
+        elif isinstance(request_ids, bytes) or not isinstance(request_ids, Iterable):
+            raise ValueError(f"abort_request takes a request id or several, got {request_ids!r}.")
+        if self._stepping:
+            self._abort_later += request_ids
+            return []
         with _uninterrupted():
-            for request_id in ids:
-                parent = self._parents.pop(request_id, None)
-                if parent is None:
-                    continue
-                # Without those that have ended by themselves.
-                children = [s.request.request_id for s in parent.children if s.request.request_id in self._states]
-                self.scheduler.finish_requests(children, RequestStatus.FINISHED_ABORTED)
-                self._aborted += children
-                for child in children:
-                    del self._states[child]
-                outputs.append(parent.output())
-        return outputs
+            return self._abort(request_ids)
+
+    def _abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        parents = [self._parents.pop(i) for i in dict.fromkeys(request_ids) if i in self._parents]
+        # Without the children that have ended by themselves. All at once: each call searches the whole queue.
+        children = [s.request.request_id for p in parents for s in p.children if s.request.request_id in self._states]
+        self.scheduler.finish_requests(children, RequestStatus.FINISHED_ABORTED)
+        self._aborted += children
+        for child in children:
+            del self._states[child]
+        return [parent.output() for parent in parents]
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether the id is in use."""
+        return request_id in self._parents
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests()
@@ -139,27 +151,45 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Schedule, compute, update: one token for every request that has its prompt behind it.
 
-        Returns an output for each streaming request that got a token, and for each request that ended. If the
-        forward pass raises (or Ctrl-C interrupts it), the requests of this step are ended, their blocks are freed
+        Returns an output for each request that got a token or ended, by its `output_kind`, and what `keep` holds. If
+        the forward pass raises (or Ctrl-C interrupts it), the requests of this step are ended, their blocks are freed
         and none of their unfilled blocks can be hit; the others stay, and the next step works. The exception is
-        passed on.
+        passed on. One caller at a time: RuntimeError if a step is in progress.
         """
+        if self._stepping:
+            raise RuntimeError(
+                "a step of this engine is in progress, in another thread or further up this call. Let one thread step "
+                "an engine (LLM.generate sees to that), or give each its own."
+            )
         start = self.clock()
         output, done = None, False
         try:
+            self._stepping = True
             # A Ctrl-C that was held back is raised as a block ends, so each end is inside the try.
             with _uninterrupted():
                 output = self.scheduler.schedule()
             result = self.executor.execute(output)
             with _uninterrupted():
-                outputs = self._process(output, result, start)
+                self.keep(self._process(output, result, start))
                 done = True
-            return outputs
         except BaseException:
             if output is not None and not done:
                 with _uninterrupted():
                     self._fail(output, start)
             raise
+        finally:
+            self._stepping = False
+            if self._abort_later:
+                later, self._abort_later = self._abort_later, []
+                self.abort_request(later)
+        outputs, self._undelivered = list(self._undelivered.values()), {}
+        return outputs
+
+    def keep(self, outputs: Iterable[RequestOutput]) -> None:
+        """Have the next `step` return these outputs too: somebody took them who had not asked for them, or an
+        interrupt came before they could be returned. A later output of the same request takes the place of an
+        earlier one."""
+        self._undelivered.update((output.request_id, output) for output in outputs)
 
     def _process(self, output: SchedulerOutput, result: ModelOutput, start: float) -> list[RequestOutput]:
         finished = self.scheduler.update_from_output(output, result.sampled_token_ids)
@@ -202,7 +232,7 @@ class LLMEngine:
         for parent in changed.values():
             if parent.finished:
                 del self._parents[parent.request_id]
-            if parent.finished or parent.stream:
+            if parent.output_kind == "cumulative" or (parent.finished and parent.output_kind == "final_only"):
                 outputs.append(parent.output())
         return outputs
 
@@ -232,21 +262,24 @@ class LLMEngine:
         # Some may have ended for the scheduler already, if it was our own part after it that failed.
         self._log(output, output.scheduled, start, self.clock())
         states = [self._states.pop(request.request_id, None) for request in output.scheduled]
-        self.abort_request({state.parent.request_id for state in states if state is not None})
+        self._abort(state.parent.request_id for state in states if state is not None)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Add one request and yield its text as it comes; other requests of the engine move on with it.
 
-        Leaving the loop early aborts the request.
+        It starts with the first `next`. Leaving the loop early aborts the request.
         """
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer, so there is no text to stream; use add_request and step.")
         if sampling_params is not None and sampling_params.n != 1:
             raise ValueError(f"stream yields one text, but sampling_params.n is {sampling_params.n}. Use n=1.")
-        self._num_streams += 1
-        request_id = f"stream-{self._num_streams}"
-        self.add_request(request_id, prompt, sampling_params)
-        state = self._parents[request_id].children[0]
-        sent = 0
+        while self.has_request(request_id := f"stream-{self._num_streams}"):
+            self._num_streams += 1
         try:
+            # Inside the try: an interrupt may come after the request was added and before we are told.
+            self.add_request(request_id, prompt, sampling_params, output_kind="none")
+            state = self._parents[request_id].children[0]
+            sent = 0
             while True:
                 # The state is read, not the step's output: somebody else's step may have moved it on.
                 text = state.settled_text
@@ -258,7 +291,7 @@ class LLMEngine:
                 elif state.request.is_finished:
                     return
                 else:
-                    self.step()
+                    self.keep(self.step())
         finally:
             self.abort_request(request_id)
 
@@ -267,7 +300,7 @@ class LLMEngine:
 def _uninterrupted() -> Iterator[None]:
     """Hold a Ctrl-C back until the end of the block, so that no bookkeeping is left half done.
 
-    The blocks take microseconds; the forward pass between them can be interrupted.
+    The blocks take a few microseconds per request; the forward pass between them can be interrupted.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # signals only ever interrupt the main thread

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from minivllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minivllm.executor.base import PositionLogprobs
@@ -11,6 +11,10 @@ from minivllm.request import Request, RequestStatus
 
 if TYPE_CHECKING:
     from minivllm.models.tokenizer import IncrementalDetokenizer
+
+
+# When `step` returns an output for a request: after every token, once at the end, or never (its text is read directly).
+OutputKind = Literal["cumulative", "final_only", "none"]
 
 
 class RequestState:
@@ -70,11 +74,11 @@ class RequestState:
 class ParentRequest:
     """What the caller knows as one request: `n` sequences with one prompt."""
 
-    def __init__(self, request_id: str, prompt: str | None, metrics: RequestMetrics, stream: bool) -> None:
+    def __init__(self, request_id: str, prompt: str | None, metrics: RequestMetrics, output_kind: OutputKind) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.metrics = metrics
-        self.stream = stream
+        self.output_kind = output_kind
         self.children: list[RequestState] = []
         self.prompt_logprobs: dict[int, PositionLogprobs] = {}
 

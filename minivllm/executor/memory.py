@@ -18,8 +18,14 @@ def resolve_device(device: str | torch.device) -> tuple[torch.device, str | None
 
     "auto": CUDA if there is one; Apple's MPS if a small attention runs on it; otherwise the CPU.
     """
+    given = device
     if str(device) != "auto":
-        device = torch.device(device)
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError):
+            device = None
+        if device is None or device.type not in ("cpu", "cuda", "mps"):
+            raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'mps', got {given!r}.")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device='{device}', but torch {torch.__version__} sees no CUDA GPU. Use device='cpu'.")
         return device, None

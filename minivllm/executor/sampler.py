@@ -120,7 +120,9 @@ def apply_top_k_top_p(logits: Tensor, top_k: Sequence[int], top_p: Sequence[floa
     ordered, index = logits.sort(dim=-1, descending=True)
     ordered = ordered.masked_fill(ordered < ordered.gather(1, k - 1), -math.inf)
     probs = ordered.softmax(dim=-1)
-    ordered = ordered.masked_fill(probs.cumsum(dim=-1) - probs >= p, -math.inf)
+    outside = probs.cumsum(dim=-1) - probs >= p
+    outside[:, 0] = False  # the likeliest stays, even where p is too small for a float32
+    ordered = ordered.masked_fill(outside, -math.inf)
     return torch.empty_like(logits).scatter_(1, index, ordered)
 
 

@@ -171,6 +171,8 @@ class TestRefusals:
             ((["a"], GREEDY), {"priority": [1]}, "priority=1 has no effect under scheduling_policy='fcfs'"),
             ((["a", ""], GREEDY), {}, "the prompt is empty"),
             ((["a", [10**9]], GREEDY), {}, "token id 1000000000 is out of range"),
+            ((["a"], 5), {}, "sampling_params must be a list with one entry per prompt, got 5"),
+            ((["a"], GREEDY), {"priority": 5}, "priority must be a list with one entry per prompt, got 5"),
             ((["a"], ["b"]), {}, "sampling_params must be a SamplingParams, got str"),
         ],
     )
@@ -180,9 +182,25 @@ class TestRefusals:
             generate(llm, *args, **kwargs)
         assert len(llm.event_log) == steps
 
+    @pytest.mark.parametrize("messages", ["hello", ["hello"], [["hello"]], {"role": "user"}, [[]], None, [{"x": 1}]])
+    def test_what_is_no_conversation(self, llm, messages):
+        with pytest.raises(ValueError, match="a conversation is a list of dicts with 'role' and 'content', got"):
+            llm.chat(messages, GREEDY)
+
     @pytest.mark.parametrize(
         ("kwargs", "message"),
         [
+            ({"device": "banana"}, "device must be 'auto', 'cpu', 'cuda' or 'mps', got 'banana'"),
+            ({"device": None}, "device must be 'auto', 'cpu', 'cuda' or 'mps', got None"),
+            ({"device": "meta"}, "device must be 'auto', 'cpu', 'cuda' or 'mps', got 'meta'"),
+            ({"max_num_seqs": "a"}, "max_num_seqs must be a whole number of at least 1, got 'a'"),
+            ({"max_num_batched_tokens": 1.5}, "max_num_batched_tokens must be a whole number of at least 1, got 1.5"),
+            ({"watermark": "x"}, r"watermark is a fraction of all blocks and must be in \[0, 1\), got 'x'"),
+            ({"gpu_memory_utilization": None}, r"gpu_memory_utilization must be in \(0, 1\], got None"),
+            ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, got 'no'"),
+            ({"enable_chunked_prefill": 0}, "enable_chunked_prefill must be True or False, got 0"),
+            ({"max_log_steps": -1}, "max_log_steps must be a whole number of at least 1, got -1"),
+            ({"seed": []}, r"seed must be a whole number, got \[\]"),
             ({"model": "tinny"}, "tinny"),
             ({"max_model_len": 4096}, r"max_model_len=4,096 is more than tiny can do: 1,024 tokens"),
             ({"max_model_len": 1}, "max_model_len must be a whole number of at least 2, got 1"),
@@ -250,6 +268,44 @@ class TestInterruption:
         timer.join()
         assert llm.llm_engine.scheduler.kv_cache_manager.usage == pytest.approx(0.0)
         assert generate(llm, "Once upon a time", GREEDY)[0].finished
+
+    def test_ctrl_c_while_prompts_are_being_added(self, llm, monkeypatch):
+        scheduler = llm.llm_engine.scheduler
+        add, calls = scheduler.add_request, []
+
+        def interrupted(request):
+            calls.append(request)
+            if len(calls) == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            add(request)
+
+        monkeypatch.setattr(scheduler, "add_request", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, ["one", "two", "three"], GREEDY)
+        monkeypatch.setattr(scheduler, "add_request", add)
+        assert len(generate(llm, ["one", "two", "three"], GREEDY)) == 3
+
+    def test_threads_wait_for_each_other(self, llm):
+        expected = [out.outputs[0].token_ids for out in generate(llm, ["one", "two"], GREEDY)]
+        got = {}
+        threads = [
+            threading.Thread(target=lambda i=i: got.update({i: generate(llm, ["one", "two"], GREEDY)}), daemon=True)
+            for i in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert [[out.outputs[0].token_ids for out in got[i]] for i in range(4)] == [expected] * 4
+
+    def test_requests_that_were_added_directly_are_not_lost(self, llm):
+        engine = llm.llm_engine
+        engine.add_request(str(llm._next_id), "mine", SamplingParams(max_tokens=2), output_kind="final_only")
+        mine = str(llm._next_id)
+        (out,) = generate(llm, "Once upon a time", GREEDY)
+        assert out.request_id != mine
+        (kept,) = engine.step()
+        assert kept.request_id == mine and kept.finished
 
     def test_an_exception_of_the_caller_in_a_stream(self, llm):
         with pytest.raises(ZeroDivisionError):

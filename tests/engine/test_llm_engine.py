@@ -174,10 +174,10 @@ class TestStopStrings:
         assert generate("naïve café!", stop=["é"]).text == "naïve caf"
 
     def test_streaming_holds_back_what_a_stop_string_could_take(self):
-        engine = make({"stream-1": TOKENIZER.encode("abc STOP def")})
+        engine = make({"stream-0": TOKENIZER.encode("abc STOP def")})
         pieces = list(engine.stream("Hi", SamplingParams(stop=["STOP"], max_tokens=12)))
         assert "".join(pieces) == "abc " and all("S" not in piece for piece in pieces)
-        engine = make({"stream-1": TOKENIZER.encode("abc STO")})
+        engine = make({"stream-0": TOKENIZER.encode("abc STO")})
         assert "".join(engine.stream("Hi", SamplingParams(stop=["STOP"], max_tokens=7))) == "abc STO"
 
     def test_first_stop_string(self):
@@ -190,7 +190,7 @@ class TestStopStrings:
 class TestText:
     def test_streaming_never_shows_half_a_character(self):
         text = "é 東京 👩‍👩‍👧 ok"
-        engine = make({"stream-1": TOKENIZER.encode(text)})
+        engine = make({"stream-0": TOKENIZER.encode(text)})
         pieces = list(engine.stream("Hi", SamplingParams(max_tokens=len(TOKENIZER.encode(text)))))
         assert "".join(pieces) == text and all("\ufffd" not in piece for piece in pieces)
 
@@ -206,7 +206,7 @@ class TestText:
 
     def test_without_streaming_only_the_end_is_returned(self):
         engine = make()
-        engine.add_request("a", "Hi", SamplingParams(max_tokens=3), stream=False)
+        engine.add_request("a", "Hi", SamplingParams(max_tokens=3), output_kind="final_only")
         assert [len(engine.step()) for _ in range(3)] == [0, 0, 1]
 
     def test_without_a_tokenizer_tokens_are_all_there_is(self):
@@ -229,7 +229,7 @@ class TestText:
         assert len(engine._states["a"].request.output_token_ids) == 5
 
     def test_streams_side_by_side_lose_nothing(self):
-        engine = make({"stream-1": TOKENIZER.encode("abc"), "stream-2": TOKENIZER.encode("defghi")})
+        engine = make({"stream-0": TOKENIZER.encode("abc"), "stream-1": TOKENIZER.encode("defghi")})
         short = engine.stream("Hi", SamplingParams(max_tokens=3))
         long = engine.stream("Ho", SamplingParams(max_tokens=6))
         pieces = [next(short), next(long)]
@@ -331,6 +331,13 @@ class TestDefaults:
         assert table["running"].tolist() == [1, 1, 1] and table.index.name == "step"
 
 
+def changed(params, **values):
+    """Set fields after the checks of the constructor."""
+    for name, value in values.items():
+        setattr(params, name, value)
+    return params
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("prompt", "message"),
@@ -348,8 +355,11 @@ class TestRefusals:
             (7, "a prompt is text, a list of token ids, or a dict of either; got int"),
             ({"text": "x"}, r"needs 'prompt' or 'prompt_token_ids', and may have 'cache_salt'; got \['text'\]"),
             ({"prompt": "x", "salt": "y"}, "needs 'prompt' or 'prompt_token_ids'"),
-            ({"prompt": "x", "cache_salt": ""}, "cache_salt must be a non-empty string, got ''"),
-            ({"prompt": "x", "cache_salt": 3}, "cache_salt must be a non-empty string, got 3"),
+            ({"prompt": "x", "cache_salt": ""}, "cache_salt must be a non-empty string of valid Unicode, got ''"),
+            ({"prompt": "x", "cache_salt": 3}, "cache_salt must be a non-empty string of valid Unicode, got 3"),
+            ({"prompt": "x", "cache_salt": "\ud800"}, "cache_salt must be a non-empty string of valid Unicode"),
+            ({"prompt": [1, 2]}, "'prompt' must be text, got list; use 'prompt_token_ids' for token ids"),
+            ({1, 2}, "a prompt is text, a list of token ids, or a dict of either; got set"),
             ([1] * 64, r"has 64 tokens, but max_model_len is 64, .* Shorten the prompt to 63 tokens"),
         ],
     )
@@ -366,6 +376,7 @@ class TestRefusals:
             (SamplingParams(logit_bias={-1: 1.0}), "logit_bias names token -1"),
             (SamplingParams(logprobs=261), "logprobs=261 is more than the vocabulary's 260 tokens; -1 means all"),
             ({"max_tokens": 3}, "sampling_params must be a SamplingParams, got dict"),
+            (changed(SamplingParams(), n=0), "n must be a whole number of at least 1, got 0"),
         ],
     )
     def test_params(self, params, message):
@@ -379,6 +390,20 @@ class TestRefusals:
             make().add_request("a", [1], SamplingParams(), priority=1)
         with pytest.raises(ValueError, match="priority must be a whole number"):
             make(policy="priority").add_request("a", [1], SamplingParams(), priority=1.5)
+
+    @pytest.mark.parametrize("policy", ["fcfs", "priority"])
+    def test_arrival_time(self, policy):
+        engine = make(policy=policy)
+        engine.add_request("a", [1], SamplingParams())
+        with pytest.raises(ValueError, match="arrival_time must be a number of seconds on the engine's clock, got 'x'"):
+            engine.add_request("b", [1], SamplingParams(), arrival_time="x")
+        finish(engine)
+        assert is_idle(engine)
+
+    @pytest.mark.parametrize("ids", [None, 5, b"a"])
+    def test_abort_of_what_is_no_id(self, ids):
+        with pytest.raises(ValueError, match="abort_request takes a request id or several"):
+            make().abort_request(ids)
 
     def test_request_larger_than_the_pool(self):
         engine = make(num_blocks=9)
@@ -420,7 +445,122 @@ class TestRefusals:
         assert len(finish(engine)["a"].outputs[0].token_ids) == 4
 
 
+class TestSharedEngine:
+    """Several callers, one engine: outputs reach whom they belong to, and steps do not overlap."""
+
+    def test_outputs_that_were_kept_come_with_the_next_step(self):
+        engine = make()
+        engine.add_request("a", [1], SamplingParams(max_tokens=1))
+        engine.keep(engine.step())
+        engine.add_request("b", [1], SamplingParams(max_tokens=1))
+        assert [output.request_id for output in engine.step()] == ["a", "b"]
+        assert engine.step() == []
+
+    def test_a_stream_leaves_other_outputs_to_their_owner(self):
+        engine = make()
+        engine.add_request("mine", [1], SamplingParams(max_tokens=2), output_kind="final_only")
+        list(engine.stream("Hi", SamplingParams(max_tokens=8)))
+        (output,) = engine.step()
+        assert output.request_id == "mine" and output.finished
+
+    def test_a_step_within_a_step_is_refused_and_leaves_the_outer_one_alone(self):
+        engine = make()
+        engine.add_request("a", [1], SamplingParams(max_tokens=1))
+        execute, refused = engine.executor.execute, []
+
+        def nested(output):
+            with pytest.raises(RuntimeError, match="a step of this engine is in progress"):
+                engine.step()
+            refused.append(True)
+            return execute(output)
+
+        engine.executor.execute = nested
+        assert engine.step()[0].finished and refused
+
+    def test_an_abort_during_a_step_takes_effect_after_it(self):
+        engine = make()
+        for name in "ab":
+            engine.add_request(name, [1], SamplingParams(max_tokens=4))
+        execute = engine.executor.execute
+
+        def aborting(output):
+            assert engine.abort_request("a") == []
+            return execute(output)
+
+        engine.executor.execute = aborting
+        assert {output.request_id for output in engine.step()} == {"a", "b"}
+        engine.executor.execute = execute
+        assert set(engine._parents) == {"b"}
+        finish(engine)
+        assert is_idle(engine)
+
+    def test_aborting_many_does_not_search_the_queue_for_each(self, monkeypatch):
+        engine = make()
+        for i in range(50):
+            engine.add_request(str(i), [1], SamplingParams())
+        calls = []
+        leave = engine.scheduler._leave_queues
+        monkeypatch.setattr(engine.scheduler, "_leave_queues", lambda requests: (calls.append(1), leave(requests)))
+        assert len(engine.abort_request([str(i) for i in range(50)])) == 50
+        assert len(calls) == 1 and is_idle(engine)
+
+
 class TestFailures:
+    def test_an_error_inside_schedule_loses_no_tokens_of_the_others(self, monkeypatch):
+        engine = make()
+        expected = {}
+        for name in "ac":
+            engine.add_request(name, list(range(7)), SamplingParams(max_tokens=12))
+        engine.step()
+        kv = engine.scheduler.kv_cache_manager
+        lookup = kv.get_computed_blocks
+        monkeypatch.setattr(kv, "get_computed_blocks", lambda request: 1 / 0)
+        engine.add_request("b", [1], SamplingParams(max_tokens=2))
+        with pytest.raises(ZeroDivisionError):
+            engine.step()  # a and c have been given a block each when b's look-up fails
+        monkeypatch.setattr(kv, "get_computed_blocks", lookup)
+        kv.check_invariants()
+        assert not kv.block_tables and [r.request_id for r in engine.scheduler.waiting] == ["a", "c", "b"]
+        expected = finish(engine)
+        assert {name: len(out.outputs[0].token_ids) for name, out in expected.items()} == {"a": 12, "b": 2, "c": 12}
+        assert expected["a"].metrics.num_preemptions == 1 and is_idle(engine)
+
+    def test_an_executor_that_returns_too_few_tokens(self):
+        engine = make({"a": [EOS]})
+        for name in "ab":
+            engine.add_request(name, [1], SamplingParams())
+        execute = engine.executor.execute
+        engine.executor.execute = lambda output: ModelOutput(execute(output).sampled_token_ids[:1])
+        with pytest.raises(ValueError, match="the executor returned 1 tokens for 2 requests"):
+            engine.step()
+        assert is_idle(engine) and not engine.scheduler.running
+
+    def test_ctrl_c_while_a_request_is_added_to_a_stream(self, monkeypatch):
+        engine = make()
+        add = engine.scheduler.add_request
+        monkeypatch.setattr(
+            engine.scheduler, "add_request", lambda request: (os.kill(os.getpid(), signal.SIGINT), add(request))
+        )
+        with pytest.raises(KeyboardInterrupt):
+            next(engine.stream("Hi", SamplingParams()))
+        assert is_idle(engine)
+
+    def test_ctrl_c_at_the_end_of_a_step_keeps_its_outputs_for_the_next(self):
+        engine = make()
+        engine.add_request("a", [1], SamplingParams(max_tokens=1))
+        log = engine._log
+
+        def interrupted(*args):
+            os.kill(os.getpid(), signal.SIGINT)
+            log(*args)
+
+        engine._log = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        engine._log = log
+        (output,) = engine.step()
+        assert output.request_id == "a" and output.finished and is_idle(engine)
+
     def test_a_failing_forward_pass_ends_its_requests_and_leaves_the_engine_usable(self):
         engine = make(max_num_seqs=2)
         for name in "abc":

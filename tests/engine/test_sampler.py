@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -201,21 +202,40 @@ def test_logprobs_zero_reports_the_token_and_minus_one_everything():
         ({"min_tokens": 17}, r"min_tokens \(17\) must not exceed max_tokens \(16\)"),
         ({"presence_penalty": 3}, r"presence_penalty must be a finite number in \[-2, 2\], got 3"),
         ({"frequency_penalty": -2.1}, r"frequency_penalty must be a finite number in \[-2, 2\]"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty must be a finite number in \(0, inf\), got 0.0"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty must be a finite number in \[1e-06, 1e\+06\], got 0.0"),
         ({"repetition_penalty": math.inf}, "repetition_penalty must be a finite number"),
         ({"stop": ["", "x"]}, r"stop must hold non-empty strings, got \['', 'x'\]"),
         ({"stop": [3]}, "stop must hold non-empty strings"),
         ({"stop_token_ids": [1.5]}, r"stop_token_ids must hold whole numbers, got \[1.5\]"),
         ({"logprobs": -2}, r"logprobs must be a whole number of at least -1 \(-1: all\), got -2"),
         ({"prompt_logprobs": "all"}, "prompt_logprobs must be a whole number"),
+        ({"n": 16385}, "n must be at most 16,384, got 16,385"),
+        ({"stop": 5}, "stop must be a list, got 5"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list, got 5"),
+        ({"logit_bias": [1]}, r"logit_bias must be a dict {token id: number}, got \[1\]"),
+        ({"logit_bias": {5: 1e308}}, "logit_bias of token 5 must be a finite number within ±1,000,000, got 1e[+]308"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty must be a finite number in"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
+        ({"skip_special_tokens": None}, "skip_special_tokens must be True or False, got None"),
         ({"seed": 1.0}, "seed must be a whole number or None, got 1.0"),
         ({"logit_bias": {"3": 1.0}}, r"logit_bias keys must be token ids \(whole numbers\), got '3'"),
-        ({"logit_bias": {3: math.inf}}, "logit_bias of token 3 must be a finite number, got inf"),
+        ({"logit_bias": {3: math.inf}}, "logit_bias of token 3 must be a finite number within ±1,000,000, got inf"),
     ],
 )
 def test_bad_sampling_values(kwargs, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**kwargs)
+
+
+def test_numpy_numbers_are_numbers():
+    params = SamplingParams(max_tokens=np.int64(3), temperature=np.float32(0.5), stop_token_ids=np.array([0, 7]))
+    assert params.max_tokens == 3 and params.stop_token_ids == [0, 7]
+
+
+def test_a_top_p_below_what_float32_can_hold_keeps_the_likeliest():
+    assert apply_top_k_top_p(torch.tensor([[0.0, 3.0, 1.0]]), [0], [1e-60]).isfinite().tolist() == [
+        [False, True, False]
+    ]
 
 
 def test_tiny_temperatures_as_in_vllm():

@@ -11,7 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from minivllm.config import is_finite, is_whole, require_int
+from minivllm.sampling_params import SamplingParams
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+LARGEST = 2**31 - 1  # of any size in a config
+MAX_LAYERS = 1000
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,20 @@ class RopeConfig:
             if name in ("type", "truncate") or value is None:
                 continue
             smallest = 1e-9 if name in ("theta", "factor") else 0
-            if not isinstance(value, (int, float)) or value < smallest:
+            if not is_finite(value) or value < smallest:
                 raise ValueError(f"rope {name} {value!r} is not a positive number")
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +88,8 @@ class ModelConfig:
     architectures: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in _SIZES:
+            require_int(name, getattr(self, name), 1)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of "
@@ -99,23 +118,29 @@ class ModelConfig:
     def from_hf(cls, config: dict[str, Any]) -> ModelConfig:
         """Read a Hugging Face config.json, older or transformers 5 spelling.
 
-        Raises ValueError, naming the key, for an unsupported model type, RoPE type or option, and for a missing key.
+        Raises ValueError, naming the key, for an unsupported model type, RoPE type or option, a missing key, and a
+        value that is of the wrong type or out of range.
         """
         model_type = config.get("model_type")
-        if model_type not in _READERS:
+        if not isinstance(model_type, str) or model_type not in _READERS:
             raise ValueError(
                 f"model_type {model_type!r} (architectures: {config.get('architectures')}) is not supported; "
                 f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
             )
-        if config.get("quantization_config"):
-            method = config["quantization_config"].get("quant_method", "unknown")
-            raise ValueError(f"quantised checkpoints (quantization_config, method {method!r}) are not supported")
+        quantization = config.get("quantization_config")
+        if quantization:
+            method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+            raise ValueError(
+                f"quantised checkpoints (quantization_config, method {method!r}) are not supported; "
+                "use the model's float32, bfloat16 or float16 weights"
+            )
+        vocab_size = _whole(config, "vocab_size")
         return cls(
             model_type=model_type,
-            vocab_size=_require(config, "vocab_size"),
+            vocab_size=vocab_size,
             dtype=_dtype(config),
-            eos_token_ids=as_token_ids(config.get("eos_token_id")),
-            architectures=tuple(config.get("architectures") or ()),
+            eos_token_ids=_token_ids(config, "eos_token_id", vocab_size),
+            architectures=_names(config, "architectures"),
             **_READERS[model_type](config),
         )
 
@@ -133,18 +158,22 @@ class GenerationConfig:
     max_new_tokens: int | None = None
 
     @classmethod
-    def from_hf(cls, generation_config: dict[str, Any], *eos_token_ids: int) -> GenerationConfig:
-        """Read a generation_config.json ({} if there is none); `eos_token_ids` follow its own, without repeats."""
-        eos = as_token_ids(generation_config.get("eos_token_id")) + eos_token_ids
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
-        return cls(tuple(dict.fromkeys(eos)), **{name: generation_config.get(name) for name in names})
+    def from_hf(
+        cls, generation_config: dict[str, Any], *eos_token_ids: int, vocab_size: int = LARGEST
+    ) -> GenerationConfig:
+        """Read a generation_config.json ({} if there is none); `eos_token_ids` follow its own, without repeats.
 
-
-def as_token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """The token ids of a field that may hold none, one or a list."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+        Raises ValueError, naming the key, for an end token outside the vocabulary, and for values that `SamplingParams`
+        refuses.
+        """
+        eos = _token_ids(generation_config, "eos_token_id", vocab_size) + eos_token_ids
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        values = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
+        SamplingParams(**values)
+        max_new_tokens = generation_config.get("max_new_tokens")
+        if max_new_tokens is not None:
+            require_int("max_new_tokens", max_new_tokens, 1)
+        return cls(tuple(dict.fromkeys(eos)), **values, max_new_tokens=max_new_tokens)
 
 
 def _read_gpt2(config: dict[str, Any]) -> dict[str, Any]:
@@ -155,18 +184,19 @@ def _read_gpt2(config: dict[str, Any]) -> dict[str, Any]:
     ):
         if config.get(key, supported) != supported:
             raise ValueError(f"{key}={config[key]} is not supported; only {key}={supported} is")
-    hidden_size, num_heads = _require(config, "n_embd"), _require(config, "n_head")
+    config = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, **config}
+    hidden_size, num_heads = _whole(config, "n_embd"), _whole(config, "n_head")
     return dict(
         hidden_size=hidden_size,
-        num_hidden_layers=_require(config, "n_layer"),
+        num_hidden_layers=_whole(config, "n_layer", high=MAX_LAYERS),
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads,
         head_dim=_split_heads(hidden_size, num_heads),
-        intermediate_size=config.get("n_inner") or 4 * hidden_size,
-        max_position_embeddings=_require(config, "n_positions"),
-        hidden_act=config.get("activation_function", "gelu_new"),
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        tie_word_embeddings=config.get("tie_word_embeddings", True),
+        intermediate_size=_whole(config, "n_inner", default=4 * hidden_size),
+        max_position_embeddings=_whole(config, "n_positions"),
+        hidden_act=_text(config, "activation_function"),
+        norm_eps=_epsilon(config, "layer_norm_epsilon"),
+        tie_word_embeddings=_flag(config, "tie_word_embeddings", True),
         qkv_bias=True,
         o_proj_bias=True,
         mlp_bias=True,
@@ -174,24 +204,26 @@ def _read_gpt2(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_llama(config: dict[str, Any]) -> dict[str, Any]:
-    hidden_size, num_heads = _require(config, "hidden_size"), _require(config, "num_attention_heads")
-    max_position_embeddings = _require(config, "max_position_embeddings")
-    head_dim = config.get("head_dim")
+    config = {"hidden_act": "silu", "rms_norm_eps": 1e-6, **config}
+    hidden_size, num_heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
+    max_position_embeddings = _whole(config, "max_position_embeddings")
+    given_head_dim = config.get("head_dim") is not None
+    attention_bias = _flag(config, "attention_bias", False)
     return dict(
         hidden_size=hidden_size,
-        num_hidden_layers=_require(config, "num_hidden_layers"),
+        num_hidden_layers=_whole(config, "num_hidden_layers", high=MAX_LAYERS),
         num_attention_heads=num_heads,
-        num_key_value_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=_split_heads(hidden_size, num_heads) if head_dim is None else head_dim,
-        intermediate_size=_require(config, "intermediate_size"),
+        num_key_value_heads=_whole(config, "num_key_value_heads", default=num_heads),
+        head_dim=_whole(config, "head_dim") if given_head_dim else _split_heads(hidden_size, num_heads),
+        intermediate_size=_whole(config, "intermediate_size"),
         max_position_embeddings=max_position_embeddings,
-        hidden_act=config.get("hidden_act", "silu"),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        tie_word_embeddings=config.get("tie_word_embeddings", False),
+        hidden_act=_text(config, "hidden_act"),
+        norm_eps=_epsilon(config, "rms_norm_eps"),
+        tie_word_embeddings=_flag(config, "tie_word_embeddings", False),
         rope=_read_rope(config, max_position_embeddings),
-        qkv_bias=config.get("attention_bias", False),
-        o_proj_bias=config.get("attention_bias", False),
-        mlp_bias=config.get("mlp_bias", False),
+        qkv_bias=attention_bias,
+        o_proj_bias=attention_bias,
+        mlp_bias=_flag(config, "mlp_bias", False),
         sliding_window=_active_window(config),
     )
 
@@ -223,12 +255,61 @@ _READERS = {
 SUPPORTED_MODEL_TYPES = tuple(_READERS)
 
 
-def _require(config: dict[str, Any], key: str) -> int:
+def _refuse(config: dict[str, Any], key: str, expected: str) -> ValueError:
+    found = f"{key!r} is {_shorten(config[key])}" if key in config else f"{key!r} is missing"
+    return ValueError(f"{found}; expected {expected}")
+
+
+def _shorten(value: object, limit: int = 100) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def _whole(config: dict[str, Any], key: str, default: int | None = None, low: int = 1, high: int = LARGEST) -> int:
+    """A size. `default` is for a key that is missing or null; without one it must be there."""
     value = config.get(key)
-    if not isinstance(value, int) or value <= 0:
-        found = f"{value!r} is not a positive integer" if key in config else "it is missing"
-        raise ValueError(f"config.json needs {key!r}: {found}")
+    if value is None and default is not None:
+        return default
+    if not is_whole(value) or not low <= value <= high:
+        raise _refuse(config, key, f"a whole number from {low} to {high:,}")
     return value
+
+
+def _epsilon(config: dict[str, Any], key: str) -> float:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise _refuse(config, key, "a small number above 0, such as 1e-5")
+    return value
+
+
+def _flag(config: dict[str, Any], key: str, default: bool) -> bool:
+    value = config.get(key, default)
+    if value is not None and not isinstance(value, bool):
+        raise _refuse(config, key, "true or false")
+    return bool(value)
+
+
+def _text(config: dict[str, Any], key: str) -> str:
+    if not isinstance(config.get(key), str):
+        raise _refuse(config, key, "a name")
+    return config[key]
+
+
+def _names(config: dict[str, Any], key: str) -> tuple[str, ...]:
+    """A list of names, or none."""
+    value = config.get(key)
+    if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+        raise _refuse(config, key, "a list of names")
+    return tuple(value or ())
+
+
+def _token_ids(config: dict[str, Any], key: str, vocab_size: int) -> tuple[int, ...]:
+    """The token ids of a field that may hold none, one or a list."""
+    value = config.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(is_whole(i) and 0 <= i < vocab_size for i in ids):
+        raise _refuse(config, key, f"a token id from 0 to {vocab_size - 1:,} (vocab_size - 1), or a list of them")
+    return tuple(ids)
 
 
 def _split_heads(hidden_size: int, num_heads: int) -> int:
@@ -253,20 +334,21 @@ def _active_window(config: dict[str, Any]) -> int | None:
     Mistral's window, when there is one, is on every layer. Qwen's has a switch, and then a list of layer types or, in
     the older spelling, the number of first layers that attend fully.
     """
-    layer_types = config.get("layer_types")
-    unknown = sorted(set(layer_types or ()) - {"full_attention", "sliding_attention"})
+    layer_types = _names(config, "layer_types")
+    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
     if unknown:
         raise ValueError(
             f"layer_types {', '.join(unknown)} are not supported; only full_attention and sliding_attention are"
         )
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    if window is None and "sliding_attention" in (layer_types or ()):
+    active = _flag(config, "use_sliding_window", True) and config.get("sliding_window") is not None
+    window = _whole(config, "sliding_window") if active else None
+    if window is None and "sliding_attention" in layer_types:
         raise ValueError("layer_types has sliding_attention layers, but no sliding_window is active")
     if "use_sliding_window" not in config:
         return window
-    if layer_types is not None:
+    if layer_types:
         return window if "sliding_attention" in layer_types else None
-    return window if config.get("max_window_layers", 28) < config["num_hidden_layers"] else None
+    return window if _whole(config, "max_window_layers", default=28, low=0) < config["num_hidden_layers"] else None
 
 
 def _read_rope(config: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
@@ -296,8 +378,8 @@ def _read_rope(config: dict[str, Any], max_position_embeddings: int) -> RopeConf
         return plain
 
     # Outside the dict it wins, as in transformers; absent, the model was trained at the length the config states.
-    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    original = original or max_position_embeddings
+    key = "original_max_position_embeddings"
+    original = _whole(config, key, default=_whole(rope, key, default=max_position_embeddings))
     if factor is None and rope_type == "yarn":
         factor = max_position_embeddings / original
     needed = ("low_freq_factor", "high_freq_factor") if rope_type == "llama3" else ()

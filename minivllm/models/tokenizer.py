@@ -57,9 +57,16 @@ class Tokenizer:
                 if name.endswith("_token") and isinstance(text, str):
                     special_tokens[name] = text
         template_file = folder / "chat_template.jinja"
-        template = template_file.read_text(encoding="utf-8") if template_file.is_file() else config.get("chat_template")
-        if isinstance(template, list):  # several, by name
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        template = read_text(template_file) if template_file.is_file() else config.get("chat_template")
+        if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):  # several, by name
+            named = [entry for entry in template if isinstance(entry.get("name"), str) and "template" in entry]
+            if len(named) == len(template):
+                template = {entry["name"]: entry["template"] for entry in named}.get("default")
+        if template is not None and not isinstance(template, str):
+            raise ValueError(
+                f"{folder / 'tokenizer_config.json'}: 'chat_template' is {str(template)[:100]}; expected a text, or a "
+                'list of {"name": ..., "template": ...}. Correct it, or remove it to do without chat'
+            )
         return cls(backend, special_tokens, template)
 
     @property
@@ -68,7 +75,19 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` adds what the model expects around a text (often a bos token)."""
+        """Token ids of `text`; `add_special_tokens` adds what the model expects around a text (often a bos token).
+
+        Raises ValueError for what is not text: another type, or a str with a lone surrogate, which no encoding has.
+        """
+        if not isinstance(text, str):
+            raise ValueError(f"only a str can be encoded, got {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text holds a lone surrogate ({text[error.start]!r} at index {error.start}), which is not valid "
+                "Unicode; read the text as UTF-8, or clean it: text.encode(errors='replace').decode()"
+            ) from None
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -203,14 +222,24 @@ def render_chat_template(template: str, **variables: Any) -> str:
         raise ValueError(f"the model's chat template failed on these messages: {error}") from None
 
 
+def read_text(path: Path) -> str:
+    """A UTF-8 file. Raises ValueError, with the path, if it cannot be read as one."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as UTF-8 text: {error}. Save it as UTF-8, or get it again") from None
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file, or None if there is no such file. Raises ValueError if it holds anything else."""
     if not path.is_file():
         return None
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+        value = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}. Correct it, or get it again") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply to be read. Correct it, or get it again") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a JSON {type(value).__name__}, not an object")
+        raise ValueError(f"{path} holds a JSON {type(value).__name__}, not an object. Correct it, or get it again")
     return value

@@ -7,8 +7,10 @@ and a checkpoint must hold each parameter exactly once, in the right shape, and 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
+import os
 import re
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -50,6 +52,7 @@ class LoadedModel:
 class Checkpoint:
     """What a source holds, before it becomes a model. `tensors` yields (file, tensor name, tensor), lazily."""
 
+    source: Path  # the folder, or the file that holds everything
     config: dict[str, Any]
     generation_config: dict[str, Any]
     tensors: Iterable[tuple[str, str, Tensor]]
@@ -72,17 +75,25 @@ def load_model(
     """
     device = _usable_device(device)
     if isinstance(model, ModelConfig):
-        module = _random_model(model, seed).to(device=device, dtype=_choose_dtype(dtype, model, device))
+        torch_dtype = _choose_dtype(dtype, model, device)
+        module = _random_model(model, seed).to(device=device, dtype=torch_dtype)
         generation_config = GenerationConfig(model.eos_token_ids)
         return LoadedModel(model.model_type, module, model, None, generation_config)
 
     checkpoint = _open(model)
-    config = ModelConfig.from_hf(checkpoint.config)
-    module = _empty_model(config, _choose_dtype(dtype, config, device), device)
-    _copy_weights(module, checkpoint.tensors)
+    with _naming(checkpoint.source, "config.json"):
+        config = ModelConfig.from_hf(checkpoint.config)
     tokenizer = checkpoint.tokenizer
-    tokenizer_eos = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    generation_config = GenerationConfig.from_hf(checkpoint.generation_config, *config.eos_token_ids, *tokenizer_eos)
+    # A tokenizer may know tokens beyond the model's vocabulary, which the model then never generates.
+    own_eos = [i for i in [tokenizer and tokenizer.eos_token_id] if i is not None and i < config.vocab_size]
+    with _naming(checkpoint.source, "generation_config.json"):
+        generation_config = GenerationConfig.from_hf(
+            checkpoint.generation_config, *config.eos_token_ids, *own_eos, vocab_size=config.vocab_size
+        )
+    torch_dtype = _choose_dtype(dtype, config, device)
+    with _naming(checkpoint.source, "config.json", "Correct the file, or use another model"):
+        module = _empty_model(config, torch_dtype, device)
+    _copy_weights(module, checkpoint.tensors)
     return LoadedModel(str(model), module, config, tokenizer, generation_config)
 
 
@@ -92,14 +103,25 @@ def load_model(
 def _open(model: str | Path) -> Checkpoint:
     if model == "tiny":
         if not (TINY_FOLDER / "config.json").is_file():
-            raise ValueError(f"tiny comes with a checkout of this repository, in {TINY_FOLDER}, and is not there")
+            raise ValueError(
+                f"tiny comes with a checkout of this repository, in {TINY_FOLDER}, and is not there: git restore data"
+            )
         return _open_folder(TINY_FOLDER)
     if model == "smollm2-135m":
         return _open_smollm2()
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return _open_folder(path)
+    if not isinstance(model, (str, os.PathLike)):
+        raise ValueError(f"model is {model!r:.100}, expected a name or a folder. {_ACCEPTED}")
     name = str(model)
+    if not name.strip():
+        raise ValueError(f"model is an empty name; the current folder is '.'. {_ACCEPTED}")
+    try:
+        path = Path(model).expanduser()
+        is_folder = path.is_dir()
+    except (OSError, RuntimeError) as error:  # too long, not permitted, ~user without such a user
+        reason = str(error.strerror if isinstance(error, OSError) else error).rstrip(".")
+        raise ValueError(f"unknown model {name[:100]!r}: {reason}. {_ACCEPTED}") from None
+    if is_folder:
+        return _open_folder(path)
     is_hub_id = isinstance(model, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
     close = [] if "/" in name else difflib.get_close_matches(name.lower(), NAMED_MODELS, n=1)
     if close or not is_hub_id:
@@ -144,6 +166,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     if config is None:
         raise ValueError(f"{folder} has no config.json. {_ACCEPTED}")
     return Checkpoint(
+        source=folder,
         config=config,
         generation_config=read_json(folder / "generation_config.json") or {},
         tensors=_read_tensors(_weight_files(folder)),
@@ -157,6 +180,7 @@ def _open_smollm2() -> Checkpoint:
 
     file = GGUFFile(_smollm2_file())
     return Checkpoint(
+        source=file.path,
         config=file.hf_config(),
         generation_config={},
         tensors=((file.path.name, name, tensor) for name, tensor in file.hf_tensors()),
@@ -182,10 +206,15 @@ def _weight_files(folder: Path) -> list[Path]:
         index = read_json(index_file)
         if index is None:
             continue
-        names = sorted({str(file) for file in dict(index.get("weight_map", {})).values()})
+        weight_map = index.get("weight_map")
+        names = sorted({str(file) for file in weight_map.values()}) if isinstance(weight_map, dict) else []
         missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
         if missing or not names:
-            raise ValueError(f"{index_file} names files that are not beside it: {', '.join(missing) or 'none at all'}")
+            found = ", ".join(missing[:5]) or f"none at all ('weight_map' is {weight_map!r:.100})"
+            raise ValueError(
+                f"{index_file} names files that are not beside it: {found}; expected 'weight_map': {{tensor: file}} "
+                "with files of this folder. Download the missing files, or correct the index"
+            )
         return [folder / name for name in names]
     raise ValueError(
         f"{folder} has no weights: expected model.safetensors or pytorch_model.bin, or shards with their index "
@@ -207,21 +236,32 @@ def _read_tensors(files: list[Path]) -> Iterator[tuple[str, str, Tensor]]:
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     yield path.name, name, file.get_tensor(name)
         except SafetensorError as error:
-            raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from None
+            raise ValueError(
+                f"{path} is damaged or not a safetensors file: {error}. Download it again, or save it again"
+            ) from None
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
     try:
         # weights_only: unpickle tensors and plain containers, never call what the file names.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{path} is damaged, or holds more than plain tensors and was refused: {reason}") from None
+    except Exception as error:  # its text is left out: it explains how to run the code in the file
+        raise ValueError(
+            f"{path} is damaged, or holds more than plain tensors and was refused, since Python objects in it could "
+            f"run any code ({type(error).__name__}). Download it again, or use model.safetensors"
+        ) from None
     if not isinstance(state, dict):
-        raise ValueError(f"{path} holds a {type(state).__name__}, not tensors by name")
+        raise ValueError(f"{path} holds a {type(state).__name__}, not tensors by name. Save the model's state_dict()")
     for name, value in state.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{path}: {name!r} is a {type(name).__name__}, not a name. Save the model's state_dict()")
         if not isinstance(value, Tensor):
-            raise ValueError(f"{path}: {name!r} is a {type(value).__name__}, not a tensor")
+            kind = f"of type {type(value).__name__}"
+        elif value.is_meta or value.is_quantized or value.is_nested or value.layout is not torch.strided:
+            kind = "on the meta device, without data" if value.is_meta else f"{value.layout} of {value.dtype}"
+        else:
+            continue
+        raise ValueError(f"{path}: {name!r} is {kind}, not a plain tensor. Save the model's state_dict(), all dense")
     return state
 
 
@@ -243,18 +283,67 @@ class _SkipRandomInit(TorchFunctionMode):
 
 
 def _random_model(config: ModelConfig, seed: int) -> nn.Module:
+    _check_memory(_skeleton(config), torch.float32, torch.device("cpu"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _model_class(config)(config).eval().requires_grad_(False)
 
 
+@contextlib.contextmanager
+def _naming(source: Path, file: str, way_out: str = "Correct the file, or get it again") -> Iterator[None]:
+    """Put the file that a value comes from before what is wrong with it, and the way out behind."""
+    try:
+        yield
+    except ValueError as error:
+        path = source / file if source.is_dir() else source
+        raise ValueError(f"{path}: {str(error).rstrip('.')}. {way_out}") from None
+
+
+def _skeleton(config: ModelConfig) -> nn.Module:
+    """The model without memory for its parameters (on the meta device), to be counted or filled."""
+    try:
+        with torch.device("meta"), _SkipRandomInit():
+            return _model_class(config)(config)
+    except RuntimeError as error:  # sizes whose product does not fit into 64 bits
+        raise ValueError(f"the sizes are too large for any machine ({str(error).partition(chr(10))[0]})") from None
+
+
+def _check_memory(skeleton: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ValueError if the parameters alone are more than the device's whole memory."""
+    needed = sum(parameter.numel() for parameter in skeleton.parameters()) * dtype.itemsize
+    total = _total_memory(device)
+    if total is not None and needed > total:
+        largest = sorted(skeleton.named_parameters(), key=lambda item: -item[1].numel())[:2]
+        sizes = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter in largest)
+        raise ValueError(
+            f"a model of these sizes needs {needed / 2**30:,.1f} GiB for its weights in "
+            f"{str(dtype).removeprefix('torch.')}, and {device} has {total / 2**30:,.1f} GiB (largest: {sizes})"
+        )
+
+
+def _total_memory(device: torch.device) -> int | None:
+    """Bytes; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
 def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A model whose parameters are allocated, tied and not filled: no time goes into random numbers."""
-    with torch.device("meta"), _SkipRandomInit():
-        model = _model_class(config)(config)
+    model = _skeleton(config)
+    _check_memory(model, dtype, device)
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
-        empty = torch.empty(parameter.shape, dtype=dtype, device=device)
+        try:
+            empty = torch.empty(parameter.shape, dtype=dtype, device=device)
+        except RuntimeError:  # torch's allocator, on the CPU; torch.OutOfMemoryError on a GPU is one too
+            raise ValueError(
+                f"not enough free memory on {device} for {name} ({parameter.numel() * dtype.itemsize / 2**30:,.1f} "
+                "GiB): close other programs"
+            ) from None
         setattr(model.get_submodule(owner), leaf, nn.Parameter(empty, requires_grad=False))
     model.tie_weights()
     return model.eval()
@@ -275,7 +364,13 @@ def _copy_weights(model: nn.Module, tensors: Iterable[tuple[str, str, Tensor]]) 
                 unexpected.append(raw_name)
         elif name not in missing:
             wrong.append(f"{raw_name} is there twice, the second time in {file}")
-        elif tensor.shape != parameters[name].shape or not tensor.is_floating_point():
+        elif not tensor.is_floating_point():
+            missing.remove(name)
+            wrong.append(
+                f"{raw_name} in {file} is {_describe(tensor)}, expected float32, bfloat16 or float16 "
+                "(quantised weights are not supported)"
+            )
+        elif tensor.shape != parameters[name].shape:
             missing.remove(name)
             wrong.append(f"{raw_name} in {file} is {_describe(tensor)}, expected shape {list(parameters[name].shape)}")
         else:
@@ -297,16 +392,21 @@ def _describe(tensor: Tensor) -> str:
 
 
 def _choose_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
-    if dtype == "auto":
+    if isinstance(dtype, str) and dtype == "auto":
         return DTYPES[config.dtype or "float32"] if device.type == "cuda" else torch.float32
-    chosen = DTYPES.get(dtype, dtype)
-    if chosen not in DTYPES.values():
+    chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if not isinstance(chosen, torch.dtype) or chosen not in DTYPES.values():
         raise ValueError(f"dtype {dtype!r} is not supported; supported: auto, {', '.join(DTYPES)}")
     return chosen
 
 
 def _usable_device(device: str | torch.device) -> torch.device:
     try:
-        return torch.empty(0, device=device).device
+        if isinstance(device, (str, torch.device)) and torch.device(device).type in ("cpu", "cuda", "mps"):
+            return torch.empty(0, device=device).device
+        reason = ""
     except (RuntimeError, AssertionError) as error:  # torch raises either, depending on how it was built
-        raise ValueError(f"device {str(device)!r} cannot be used here ({error}); device='cpu' always can") from None
+        reason = "" if "device type" in str(error) else f" ({str(error).partition(chr(10))[0]})"
+    usable = ["'cpu'", *(f"'cuda:{i}'" for i in range(torch.cuda.device_count()))]
+    usable += ["'mps'"] if torch.backends.mps.is_available() else []
+    raise ValueError(f"device {device!r:.100} cannot be used here{reason}; usable: {', '.join(usable)}")

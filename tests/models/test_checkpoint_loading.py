@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 import sys
 
@@ -10,6 +11,7 @@ import torch
 import transformers
 from checkpoints import GPT2, LLAMA, build, edit_config, expected_logits, our_logits, rope, token_ids
 from safetensors.torch import load_file, save_file
+from vocabularies import byte_level
 
 from minivllm.model_config import ModelConfig, RopeConfig
 from minivllm.models import weights
@@ -154,14 +156,16 @@ def test_dtype(checkpoint):
     assert weights._choose_dtype("auto", config, torch.device("cuda")) == torch.float16
     with pytest.raises(ValueError, match="dtype 'int8' is not supported; supported: auto, float32, bfloat16, float16"):
         load_model(folder, dtype="int8")
+    for dtype in ([], None, 5, torch.int8):
+        refused(folder, f"dtype {re.escape(repr(dtype))} is not supported; supported: auto, float32", dtype=dtype)
 
 
 def test_unusable_device(checkpoint):
     folder, _ = checkpoint("gpt2")
-    with pytest.raises(ValueError, match="device 'nonsense' cannot be used here"):
-        load_model(folder, device="nonsense")
+    for device in ("banana", "meta", 0, None, [], torch.device("meta")):
+        refused(folder, f"device {re.escape(repr(device))} cannot be used here; usable: 'cpu'", device=device)
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match=r"device 'cuda' cannot be used here .*device='cpu' always can"):
+        with pytest.raises(ValueError, match=r"device 'cuda' cannot be used here.*; usable: 'cpu'"):
             load_model(folder, device="cuda")
 
 
@@ -218,9 +222,28 @@ def test_unknown_names(tmp_path):
     refused(tmp_path, rf"{tmp_path} has no config\.json")
 
 
+@pytest.mark.parametrize("model", [None, 5, b"tiny", ["tiny"], 1.5])
+def test_a_model_that_is_no_name(model):
+    refused(model, rf"model is {re.escape(repr(model))}, expected a name or a folder\. A model is one of tiny, ")
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        ("", r"model is an empty name; the current folder is '\.'\. A model is one of tiny"),
+        ("  ", "model is an empty name"),
+        ("x" * 5000, "unknown model 'x{100}': File name too long. A model is one of tiny"),
+        ("~nosuchuser/foo", "unknown model '~nosuchuser/foo': .*home directory.* A model is one of tiny"),
+        ("a\0b", "unknown model"),
+    ],
+)
+def test_names_that_no_folder_can_have(model, message):
+    refused(model, message)
+
+
 def test_tiny_is_not_there(monkeypatch, tmp_path):
     monkeypatch.setattr(weights, "TINY_FOLDER", tmp_path / "tiny")
-    refused("tiny", f"tiny comes with a checkout of this repository, in {tmp_path}/tiny, and is not there")
+    refused("tiny", f"tiny comes with a checkout of this repository, in {tmp_path}/tiny, and .* git restore data")
 
 
 def test_a_file_is_not_a_folder(checkpoint):
@@ -280,7 +303,75 @@ def test_damaged_json(checkpoint):
     config.write_text(config.read_text()[:-20])
     refused(folder, r"config\.json is not valid JSON")
     config.write_text("[1]")
-    refused(folder, r"config\.json holds a JSON list, not an object")
+    refused(folder, r"config\.json holds a JSON list, not an object\. Correct it, or get it again")
+    config.write_text("[" * 10**5)
+    refused(folder, r"config\.json is nested too deeply to be read")
+    config.write_bytes(b'{"a": "\xe9"}')
+    refused(folder, r"config\.json cannot be read as UTF-8 text")
+
+
+def test_values_are_refused_with_their_file(checkpoint):
+    folder, _ = checkpoint("llama")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 99}')
+    refused(
+        folder, rf"^{folder}/generation_config\.json: 'eos_token_id' is 99; expected a token id from 0 to 98 .*get it"
+    )
+    (folder / "generation_config.json").write_text('{"top_p": "x"}')
+    refused(folder, rf"^{folder}/generation_config\.json: top_p must be .*, got 'x'")
+    (folder / "generation_config.json").unlink()
+    for changes, message in (
+        (dict(eos_token_id=-1), "'eos_token_id' is -1; expected a token id from 0 to 98"),
+        (dict(hidden_act="mish"), "activation 'mish' is not supported"),
+        (dict(rms_norm_eps=None), "'rms_norm_eps' is None; expected a small number above 0"),
+    ):
+        edit_config(folder, **{"eos_token_id": 2, "hidden_act": "silu", "rms_norm_eps": 1e-6, **changes})
+        refused(folder, rf"^{folder}/config\.json: {message}.* Correct the file, or ")
+
+
+def test_an_end_token_of_the_tokenizer_beyond_the_vocabulary_is_never_generated(checkpoint):
+    folder, _ = checkpoint("llama")
+    tokenizer = byte_level()
+    tokenizer._backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer._backend.id_to_token(300)}))
+    loaded = load_model(folder)
+    assert loaded.tokenizer.eos_token_id == 300 and loaded.generation_config.eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            dict(n_positions=2**31 - 1),
+            r"needs 256\.0 GiB for its weights in float32, and cpu has .* GiB \(largest: wpe",
+        ),
+        (
+            dict(vocab_size=2**31 - 1),
+            r"needs 256\.0 GiB .*largest: wte\.weight \[2147483647, 32\].*or use another model",
+        ),
+        (dict(n_embd=2**31 - 4), "the sizes are too large for any machine"),
+    ],
+)
+def test_sizes_beyond_this_machine(changes, message, checkpoint, monkeypatch):
+    folder, _ = checkpoint("gpt2")
+    monkeypatch.setattr(weights, "_total_memory", lambda device: 64 * 2**30)
+    edit_config(folder, **changes)
+    refused(folder, rf"^{folder}/config\.json: .*{message}")
+
+
+def test_memory_that_the_allocator_does_not_get(checkpoint, monkeypatch):
+    folder, _ = checkpoint("gpt2")
+    monkeypatch.setattr(weights, "_total_memory", lambda device: None)
+    edit_config(folder, vocab_size=2**31 - 1, n_embd=2**16)
+    refused(
+        folder,
+        r"not enough free memory on cpu for wte\.weight \(524,288\.0 GiB\): close other programs\..*another model",
+    )
+
+
+def test_a_random_model_beyond_this_machine(monkeypatch):
+    monkeypatch.setattr(weights, "_total_memory", lambda device: 64 * 2**30)
+    config = ModelConfig("gpt2", 2**31 - 1, 32, 2, 4, 4, 8, 64, 128, "gelu", 1e-6, True)
+    refused(config, "needs 256.0 GiB for its weights in float32, and cpu has 64.0 GiB")
 
 
 def test_unknown_architecture(checkpoint):
@@ -325,7 +416,7 @@ def test_damaged_bin(checkpoint):
     torch.save([1, 2], path)
     refused(folder, r"pytorch_model\.bin holds a list, not tensors by name")
     torch.save({"epoch": 3}, path)
-    refused(folder, r"pytorch_model\.bin: 'epoch' is a int, not a tensor")
+    refused(folder, r"pytorch_model\.bin: 'epoch' is of type int, not a plain tensor")
 
 
 class Payload:
@@ -345,8 +436,30 @@ def test_code_in_a_bin_is_not_run(plain_pickle, checkpoint, tmp_path):
         path.write_bytes(pickle.dumps({"x": Payload(str(marker))}, protocol=2))
     else:
         torch.save({"x": Payload(str(marker))}, path)
-    refused(folder, r"pytorch_model\.bin is damaged, or holds more than plain tensors and was refused")
+    message = (
+        r"pytorch_model\.bin is damaged, or holds more than plain tensors and was refused, .* use model.safetensors$"
+    )
+    with pytest.raises(ValueError, match=message) as error:
+        load_model(folder)
+    assert "weights_only" not in str(error.value)  # torch's own text says how to run it
     assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "state, message",
+    [
+        ({3: torch.ones(2)}, "3 is a int, not a name"),
+        ({"x": torch.eye(3).to_sparse()}, "'x' is torch.sparse_coo of torch.float32, not a plain tensor"),
+        ({"x": torch.ones(3, device="meta")}, "'x' is on the meta device, without data, not a plain tensor"),
+        ({"x": [1, 2]}, "'x' is of type list, not a plain tensor"),
+    ],
+    ids=["int key", "sparse", "meta", "list"],
+)
+def test_a_bin_of_other_things(state, message, checkpoint):
+    folder, _ = checkpoint("llama")
+    (folder / "model.safetensors").unlink()
+    torch.save(state, folder / "pytorch_model.bin")
+    refused(folder, rf"pytorch_model\.bin: {message}\. Save the model's state_dict\(\)")
 
 
 def test_index_that_names_missing_or_outside_files(checkpoint):
@@ -357,9 +470,11 @@ def test_index_that_names_missing_or_outside_files(checkpoint):
     for file in ("model-00001-of-00002.safetensors", "../outside.safetensors", str(outside), 7):
         index.write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
         refused(folder, f"index.json names files that are not beside it: {file}")
-    for nothing in ("{}", '{"weight_map": []}'):
+    for nothing in ("{}", '{"weight_map": []}', '{"weight_map": null}', '{"weight_map": "abc"}'):
         index.write_text(nothing)
-        refused(folder, "index.json names files that are not beside it: none at all")
+        refused(
+            folder, r"index.json names files that are not beside it: none at all .*; expected 'weight_map': \{tensor"
+        )
 
 
 def test_wrong_shape(checkpoint):
@@ -397,7 +512,7 @@ def test_missing_and_unexpected(checkpoint):
 def test_integer_tensor(checkpoint):
     folder, _ = checkpoint("llama")
     rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}))
-    refused(folder, r"model\.norm\.weight in model\.safetensors is int8 of shape \[48\]")
+    refused(folder, r"model\.norm\.weight in model\.safetensors is int8 of shape \[48\], expected float32, bfloat16 or")
 
 
 def test_twice(checkpoint):

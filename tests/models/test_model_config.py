@@ -168,10 +168,30 @@ def test_other_rope_types_are_refused_by_name(rope_type, key):
         (dict(quantization_config={"quant_method": "awq"}), "quantised checkpoints .*'awq'"),
         (dict(dtype="float8_e4m3fn"), "dtype 'float8_e4m3fn' is not supported"),
         (dict(num_key_value_heads=3), r"num_attention_heads \(4\) is not a multiple of num_key_value_heads \(3\)"),
-        (dict(hidden_size=None), "needs 'hidden_size': None is not a positive integer"),
-        (dict(vocab_size="many"), "needs 'vocab_size': 'many' is not a positive integer"),
+        (dict(hidden_size=None), "'hidden_size' is None; expected a whole number from 1 to 2,147,483,647"),
+        (dict(vocab_size="many"), "'vocab_size' is 'many'; expected a whole number from 1 to"),
         (dict(layer_types=["linear_attention"] * 4), "layer_types linear_attention are not supported"),
         (dict(layer_types=["sliding_attention"] * 4), "no sliding_window is active"),
+        (dict(model_type=[]), r"model_type \[\] .* is not supported; supported: gpt2, llama"),
+        (dict(quantization_config="x"), r"\(quantization_config, method 'x'\) are not supported; use the model's"),
+        (dict(vocab_size=10**13), "'vocab_size' is 10000000000000; expected a whole number from 1 to 2,147,483,647"),
+        (dict(num_hidden_layers=True), "'num_hidden_layers' is True; expected a whole number from 1 to 1,000"),
+        (dict(num_hidden_layers=10**6), "'num_hidden_layers' is 1000000; expected a whole number from 1 to 1,000"),
+        (dict(head_dim=-2), "'head_dim' is -2; expected a whole number"),
+        (dict(num_key_value_heads="2"), "'num_key_value_heads' is '2'; expected a whole number"),
+        (dict(sliding_window="x"), "'sliding_window' is 'x'; expected a whole number"),
+        (dict(rms_norm_eps=None), "'rms_norm_eps' is None; expected a small number above 0"),
+        (dict(rms_norm_eps="x"), "'rms_norm_eps' is 'x'; expected a small number above 0"),
+        (dict(rms_norm_eps=-1e-6), "'rms_norm_eps' is -1e-06; expected a small number above 0"),
+        (dict(rms_norm_eps=10**400), "'rms_norm_eps' is 10{99}.*; expected a small number above 0"),
+        (dict(rms_norm_eps=float("nan")), "'rms_norm_eps' is nan; expected a small number above 0"),
+        (dict(hidden_act=None), "'hidden_act' is None; expected a name"),
+        (dict(tie_word_embeddings="false"), "'tie_word_embeddings' is 'false'; expected true or false"),
+        (dict(architectures=5), "'architectures' is 5; expected a list of names"),
+        (dict(layer_types=5), "'layer_types' is 5; expected a list of names"),
+        (dict(layer_types=[["x"]]), r"'layer_types' is \[\['x'\]\]; expected a list of names"),
+        (dict(original_max_position_embeddings="x", rope_parameters={"type": "yarn"}), "'original_max_.*' is 'x'"),
+        (dict(rope_theta=True), "rope theta True is not a positive number"),
     ],
 )
 def test_refused_by_name(changes, message):
@@ -180,8 +200,59 @@ def test_refused_by_name(changes, message):
 
 
 def test_missing_key():
-    with pytest.raises(ValueError, match=r"config\.json needs 'n_layer': it is missing"):
+    with pytest.raises(ValueError, match="'n_layer' is missing; expected a whole number from 1 to 1,000"):
         ModelConfig.from_hf({k: v for k, v in GPT2.items() if k != "n_layer"})
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(n_positions=10**13), "'n_positions' is 10000000000000; expected a whole number"),
+        (dict(n_layer=True), "'n_layer' is True; expected a whole number"),
+        (dict(n_inner="x"), "'n_inner' is 'x'; expected a whole number"),
+        (dict(n_inner=-5), "'n_inner' is -5; expected a whole number"),
+        (dict(activation_function=[]), r"'activation_function' is \[\]; expected a name"),
+        (dict(layer_norm_epsilon=None), "'layer_norm_epsilon' is None; expected a small number above 0"),
+        (dict(n_embd=[0] * 1000), r"'n_embd' is \[0, 0, .*\.\.\.; expected a whole number"),  # cut to a line
+    ],
+)
+def test_gpt2_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        read(GPT2, **changes)
+
+
+BAD_EOS = [99999, 1000, -1, 2.5, "x", {}, True, [1, [2]], [1, None]]
+
+
+@pytest.mark.parametrize("eos", BAD_EOS, ids=str)
+def test_end_tokens_outside_the_vocabulary(eos):
+    message = "'eos_token_id' is .*; expected a token id from 0 to 999 .*, or a list of them"
+    with pytest.raises(ValueError, match=message):
+        read(LLAMA, eos_token_id=eos)
+    with pytest.raises(ValueError, match=message):
+        GenerationConfig.from_hf({"eos_token_id": eos}, vocab_size=1000)
+    assert read(LLAMA, eos_token_id=[0, 999]).eos_token_ids == (0, 999)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        (dict(temperature="x"), "temperature must be a finite number in .*, got 'x'"),
+        (dict(top_k=2.5), "top_k must be a whole number of at least -1 .*, got 2.5"),
+        (dict(top_p=[]), r"top_p must be a finite number in .*, got \[\]"),
+        (dict(min_p=7), "min_p must be a finite number in .*, got 7"),
+        (dict(repetition_penalty=0), "repetition_penalty must be .*, got 0"),
+        (dict(max_new_tokens="many"), "max_new_tokens must be a whole number of at least 1, got 'many'"),
+    ],
+)
+def test_generation_values_that_cannot_be_meant(values, message):
+    with pytest.raises(ValueError, match=message):
+        GenerationConfig.from_hf(values)
+
+
+def test_a_config_made_by_hand_is_checked_too():
+    with pytest.raises(ValueError, match="num_key_value_heads must be a whole number of at least 1, got 0"):
+        ModelConfig("gpt2", 50, 32, 2, 4, 0, 8, 64, 128, "gelu", 1e-6, True)
 
 
 @pytest.mark.parametrize(

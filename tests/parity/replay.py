@@ -2,7 +2,8 @@
 
     python tests/parity/replay.py FILE[.gz] [--limit N]
 
-One JSON object a line; the format is described in tests/parity/README.md. Exit code 0 only without a divergence.
+One JSON object a line; the format is described in tests/parity/README.md. Exit code 0 without a divergence, 1 with
+some, 2 if the file cannot be read as recorded scenarios.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import gzip
 import json
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,20 +37,91 @@ class NotATrace(Exception):
     """The file cannot be read as recorded scenarios; says which line and why."""
 
 
+# Field -> the JSON types it may have.
+SCENARIO = {"config": (dict,), "requests": (list,), "steps": (list,), "num_preemptions": (dict,), "outputs": (dict,)}
+SCENARIO_OPTIONAL = {"aborts": (dict,), "resets": (dict,), "ends": (dict,), "eos_token_id": (int, type(None))}
+CONFIG = {
+    "max_model_len": (int,),
+    "max_num_seqs": (int,),
+    "max_num_batched_tokens": (int,),
+    "policy": (str,),
+    "enable_chunked_prefill": (bool,),
+    "long_prefill_token_threshold": (int,),
+    "scheduler_reserve_full_isl": (bool,),
+    "num_blocks": (int,),
+    "block_size": (int,),
+    "enable_prefix_caching": (bool,),
+    "watermark": (int, float),
+}
+REQUEST = {
+    "id": (str,),
+    "arrival_step": (int,),
+    "family": (int,),
+    "prefix_len": (int,),
+    "prompt_len": (int,),
+    "max_tokens": (int,),
+    "priority": (int,),
+    "cache_salt": (str, type(None)),
+}
+REQUEST_OPTIONAL = {"ignore_eos": (bool,), "stop_token_ids": (list,), "special_outputs": (dict,)}
+STEP = {
+    "step": (int,),
+    "scheduled": (dict,),
+    "preempted": (list,),
+    "running": (list,),
+    "waiting": (list,),
+    "blocks": (dict,),
+    "computed": (dict,),
+    "free": (list,),
+    "usage": (int, float),
+    "finished": (list,),
+    "free_after": (list,),
+    "prefix": (dict,),
+}
+
+
+def check_fields(where: str, value: object, required: dict, optional: dict | None = None) -> None:
+    if not isinstance(value, dict):
+        raise NotATrace(f"{where}: {value!r:.60} is not a JSON object")
+    missing = sorted(set(required) - set(value))
+    if missing:
+        raise NotATrace(f"{where}: no {', '.join(missing)}")
+    for key, types in {**required, **(optional or {})}.items():
+        if key in value and type(value[key]) not in types:  # not isinstance: true is no int here
+            expected = " or ".join(t.__name__ for t in types)
+            raise NotATrace(f"{where}: {key!r} is {value[key]!r:.60}, expected {expected}")
+
+
+def check_scenario(where: str, scenario: object) -> None:
+    """Raises NotATrace unless the scenario has the fields of the format, in their types."""
+    check_fields(where, scenario, SCENARIO, SCENARIO_OPTIONAL)
+    check_fields(f"{where}, config", scenario["config"], CONFIG)
+    seen = set()
+    for spec in scenario["requests"]:
+        check_fields(f"{where}, requests", spec, REQUEST, REQUEST_OPTIONAL)
+        if not (spec["id"].isascii() and spec["id"].isdigit()):
+            raise NotATrace(f"{where}, requests: 'id' is {spec['id']!r:.60}, expected digits")
+        if spec["id"] in seen:
+            raise NotATrace(f"{where}, requests: id {spec['id']!r:.60} is there twice")
+        seen.add(spec["id"])
+    for index, step in enumerate(scenario["steps"]):
+        check_fields(f"{where}, steps[{index}]", step, STEP)
+
+
 def read_scenarios(path: Path) -> Iterator[dict]:
     try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as lines:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
                 try:
                     scenario = json.loads(line)
-                except json.JSONDecodeError as error:
+                except (ValueError, RecursionError) as error:
                     raise NotATrace(f"{path}, line {number}: not JSON ({error})") from None
-                missing = {"config", "requests", "steps"} - set(scenario)
-                if missing:
-                    raise NotATrace(f"{path}, line {number}: no {', '.join(sorted(missing))}")
+                check_scenario(f"{path}, line {number}", scenario)
                 yield scenario
+    except (EOFError, zlib.error) as error:
+        raise NotATrace(f"{path} is cut off or damaged ({error}): git restore tests/parity, or copy it again") from None
     except (OSError, UnicodeDecodeError) as error:
         raise NotATrace(f"{path}: {error}") from None
 
@@ -155,15 +228,22 @@ def differences(name: str, step: int, got: dict, expected: dict) -> list[str]:
 def replay_scenario(scenario: dict, check_invariants: bool = False) -> tuple[int, list[str]]:
     """Run one scenario; the number of steps, and what differs in the first step that differs."""
     name = str(scenario.get("seed", "?"))
-    scheduler = make_scheduler(scenario["config"])
     specs = sorted(scenario["requests"], key=lambda spec: (spec["arrival_step"], int(spec["id"])))
     specs_by_id = {spec["id"]: spec for spec in specs}
-    requests = {spec["id"]: make_request(spec, scenario.get("eos_token_id")) for spec in specs}
+    try:
+        scheduler = make_scheduler(scenario["config"])
+        requests = {spec["id"]: make_request(spec, scenario.get("eos_token_id")) for spec in specs}
+    except ValueError as error:
+        raise NotATrace(f"scenario {name}: {error}") from None
     arrived = 0
     for expected in scenario["steps"]:
         step = expected["step"]
         while arrived < len(specs) and specs[arrived]["arrival_step"] <= step:
-            scheduler.add_request(requests[specs[arrived]["id"]])
+            request = requests[specs[arrived]["id"]]
+            try:
+                scheduler.add_request(request)
+            except ValueError as error:  # vLLM took it
+                return len(scenario["steps"]), [f"scenario {name}, step {step}, {request.request_id} refused: {error}"]
             arrived += 1
         observed = interventions(scheduler, scenario, step)
         output = scheduler.schedule()
@@ -207,16 +287,22 @@ def replay(path: Path, check_invariants: bool = False, limit: int | None = None)
     return report
 
 
+def at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--limit", type=int, help="only the first N scenarios")
+    parser.add_argument("--limit", type=at_least_one, metavar="N", help="only the first N scenarios")
     parser.add_argument("--check-invariants", action="store_true", help="after every step (slower)")
     args = parser.parse_args()
     try:
         report = replay(args.file, args.check_invariants, args.limit)
     except NotATrace as error:
-        parser.error(str(error))
+        parser.error(f"{error} (the format: tests/parity/README.md)")
     if not report.scenarios:
         parser.error(f"{args.file} holds no scenarios")
     for line in report.divergences[:10]:

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from replay import read_scenarios, replay, replay_scenario
+from replay import NotATrace, main, read_scenarios, replay, replay_scenario
 
 HERE = Path(__file__).parent
 TRACES = HERE / "vllm030_examples.jsonl.gz"
@@ -77,8 +77,10 @@ def test_changed_totals_are_reported():
     assert len(found) == 1 and "at the end, num_preemptions" in found[0]
 
 
-def run_replay(path: Path) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(HERE / "replay.py"), str(path)], capture_output=True, text=True)
+def run_replay(path: Path, *options: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(HERE / "replay.py"), str(path), *options], capture_output=True, text=True
+    )
 
 
 def test_command_line(tmp_path):
@@ -98,13 +100,97 @@ def test_command_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("", "no scenarios"), ("{not json", "line 1"), ('{"config": {}}', "line 1")]
+    ("content", "message"),
+    [
+        ("", "no scenarios"),
+        ("{not json", "line 1: not JSON"),
+        ('{"config": {}}', "line 1: no num_preemptions"),
+        ("5", "line 1: 5 is not a JSON object"),
+        ("null", "line 1: None is not a JSON object"),
+        ("[" * 10**5, "line 1: not JSON"),
+    ],
 )
 def test_a_file_that_is_no_trace_is_refused(tmp_path, content, message):
     path = tmp_path / "x.jsonl"
     path.write_text(content)
     done = run_replay(path)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_a_damaged_gz_is_refused(tmp_path, damage):
+    content = bytearray(gzip.compress(gzip.decompress(TRACES.read_bytes())))
+    if damage == "cut":
+        content = content[: len(content) // 2]
+    else:
+        content[10] = 0xFF  # right after the header: a block of a type that does not exist
+    path = tmp_path / "x.jsonl.gz"
+    path.write_bytes(content)
+    done = run_replay(path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "x.jsonl.gz is cut off or damaged" in done.stderr and "git restore tests/parity" in done.stderr
+
+
+def drop(*path):
+    def change(scenario):
+        for key in path[:-1]:
+            scenario = scenario[key]
+        del scenario[path[-1]]
+
+    return change
+
+
+def put(value, *path):
+    def change(scenario):
+        for key in path[:-1]:
+            scenario = scenario[key]
+        scenario[path[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop("config", "watermark"), "line 1, config: no watermark"),
+        (put(None, "config"), "line 1: 'config' is None, expected dict"),
+        (put("many", "config", "num_blocks"), "line 1, config: 'num_blocks' is 'many', expected int"),
+        (put(1, "config", "num_blocks"), "scenario .*: num_blocks must be a whole number of at least 2"),
+        (drop("outputs"), "line 1: no outputs"),
+        (drop("num_preemptions"), "line 1: no num_preemptions"),
+        (put([3], "requests"), "line 1, requests: 3 is not a JSON object"),
+        (put("a", "requests", 0, "id"), "line 1, requests: 'id' is 'a', expected digits"),
+        (put(0, "requests", 0, "id"), "line 1, requests: 'id' is 0, expected str"),
+        (put("1", "requests", 0, "id"), "line 1, requests: id '1' is there twice"),
+        (put(0, "requests", 0, "max_tokens"), "scenario .*: max_tokens must be a whole number of at least 1"),
+        (put(None, "steps", 2, "usage"), r"line 1, steps\[2\]: 'usage' is None, expected int or float"),
+        (drop("steps", 2, "step"), r"line 1, steps\[2\]: no step"),
+    ],
+)
+def test_fields_that_do_not_fit_are_named(tmp_path, change, message, monkeypatch, capsys):
+    scenario = copy.deepcopy(next(read_scenarios(TRACES)))
+    change(scenario)
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(scenario))
+    with pytest.raises(NotATrace, match=message):
+        replay(path)
+    monkeypatch.setattr(sys, "argv", ["replay.py", str(path)])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert len(capsys.readouterr().err.strip().splitlines()) <= 4  # the usage, and one line
+
+
+def test_a_request_that_vllm_took_and_we_refuse_is_a_divergence():
+    scenario = copy.deepcopy(next(read_scenarios(TRACES)))
+    scenario["config"]["num_blocks"] = 3
+    _, found = replay_scenario(scenario)
+    assert len(found) == 1 and "step 0, 0 refused: Request '0' can grow to" in found[0]
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "x"])
+def test_a_limit_below_1_is_refused(limit):
+    done = run_replay(TRACES, f"--limit={limit}")
+    assert done.returncode == 2 and f"must be a whole number of at least 1, got '{limit}'" in done.stderr
 
 
 def test_a_missing_file_is_refused(tmp_path):

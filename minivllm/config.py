@@ -24,7 +24,12 @@ def is_whole(value: object) -> bool:
 
 def is_finite(value: object) -> bool:
     """Whether `value` is a finite number; numpy's count, True and False do not."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond what a float holds
+        return False
 
 
 def require_int(name: str, value: object, minimum: int) -> None:

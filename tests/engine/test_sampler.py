@@ -186,6 +186,7 @@ def test_logprobs_zero_reports_the_token_and_minus_one_everything():
     [
         ({"temperature": -0.1}, r"temperature must be a finite number in \[0, 2\], got -0.1"),
         ({"temperature": math.nan}, "temperature must be a finite number"),
+        ({"temperature": 10**400}, "temperature must be a finite number"),
         ({"temperature": 2.5}, r"temperature must be a finite number in \[0, 2\], got 2.5"),
         ({"temperature": "hot"}, "temperature must be a finite number"),
         ({"top_p": 0.0}, r"top_p must be a finite number in \(0, 1\], got 0.0"),

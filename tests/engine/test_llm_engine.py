@@ -400,6 +400,10 @@ class TestRefusals:
         finish(engine)
         assert is_idle(engine)
 
+    def test_output_kind(self):
+        with pytest.raises(ValueError, match="output_kind must be one of cumulative, final_only, none, got 'final'"):
+            make().add_request("a", [1], SamplingParams(), output_kind="final")
+
     @pytest.mark.parametrize("ids", [None, 5, b"a"])
     def test_abort_of_what_is_no_id(self, ids):
         with pytest.raises(ValueError, match="abort_request takes a request id or several"):

@@ -28,7 +28,7 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
     num_hit_tokens: dict[str, int] = field(default_factory=dict)
-    preempted: list[Request] = field(default_factory=list)  # in this step, or by a reset before it
+    preempted: list[Request] = field(default_factory=list)  # in this step, or by a reset or an error before it
     # Ended or aborted since the step before: an executor can forget them.
     finished_req_ids: list[str] = field(default_factory=list)
     # Counts right after scheduling, for the event log.
@@ -53,7 +53,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.step = 0
         self._finished_req_ids: list[str] = []
-        self._preempted_by_reset: list[Request] = []
+        self._unreported_preemptions: list[Request] = []
 
     # ---- requests come and go ----------------------------------------------------------------------------------
 
@@ -121,8 +121,8 @@ class Scheduler:
         except BaseException:
             self._undo(output)
             raise
-        output.preempted += self._preempted_by_reset
-        self._preempted_by_reset = []
+        output.preempted += self._unreported_preemptions
+        self._unreported_preemptions = []
 
         num_scheduled_tokens = output.num_scheduled_tokens
         for request in output.scheduled:
@@ -244,7 +244,7 @@ class Scheduler:
         for request_id in list(self.kv_cache_manager.block_tables):  # admitted, but not running yet
             request = self.requests[request_id]
             self.kv_cache_manager.free_unfilled(request, request.num_computed_tokens)
-        self._preempted_by_reset += output.preempted
+        self._unreported_preemptions += output.preempted
         self._finished_req_ids = output.finished_req_ids + self._finished_req_ids
 
     def update_from_output(self, output: SchedulerOutput, sampled: Sequence[int | None]) -> list[Request]:
@@ -282,7 +282,7 @@ class Scheduler:
             output = SchedulerOutput(self.step)
             while self.running:  # the last first, so that the queue gets them back in their old order
                 self._preempt(self.running.pop(), output)
-            self._preempted_by_reset += output.preempted  # the next step reports them
+            self._unreported_preemptions += output.preempted  # the next step reports them
         return self.kv_cache_manager.reset_prefix_cache()
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from minivllm.config import CacheConfig, cdiv
 from minivllm.model_config import ModelConfig
+from minivllm.models.weights import total_memory
 
 GIB = 2**30
 DEFAULT_CPU_KV_BYTES = 1 * GIB
@@ -89,16 +88,6 @@ def choose_num_blocks(
         )
     CacheConfig(num_blocks=num_blocks, block_size=block_size).check_one_request_fits(max_model_len)
     return num_blocks
-
-
-def total_memory(device: torch.device) -> int | None:
-    """Bytes of memory that the device has; None where the system does not say."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
-        return None
 
 
 def cpu_kv_bytes() -> int:

@@ -311,7 +311,7 @@ def _skeleton(config: ModelConfig) -> nn.Module:
 def _check_memory(skeleton: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Raises ValueError if the parameters alone are more than the device's whole memory."""
     needed = sum(parameter.numel() for parameter in skeleton.parameters()) * dtype.itemsize
-    total = _total_memory(device)
+    total = total_memory(device)
     if total is not None and needed > total:
         largest = sorted(skeleton.named_parameters(), key=lambda item: -item[1].numel())[:2]
         sizes = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter in largest)
@@ -321,13 +321,13 @@ def _check_memory(skeleton: nn.Module, dtype: torch.dtype, device: torch.device)
         )
 
 
-def _total_memory(device: torch.device) -> int | None:
-    """Bytes; None where the system does not say."""
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of memory that the device has; None where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
         return None
 
 

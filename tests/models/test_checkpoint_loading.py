@@ -353,14 +353,14 @@ def test_an_end_token_of_the_tokenizer_beyond_the_vocabulary_is_never_generated(
 )
 def test_sizes_beyond_this_machine(changes, message, checkpoint, monkeypatch):
     folder, _ = checkpoint("gpt2")
-    monkeypatch.setattr(weights, "_total_memory", lambda device: 64 * 2**30)
+    monkeypatch.setattr(weights, "total_memory", lambda device: 64 * 2**30)
     edit_config(folder, **changes)
     refused(folder, rf"^{folder}/config\.json: .*{message}")
 
 
 def test_memory_that_the_allocator_does_not_get(checkpoint, monkeypatch):
     folder, _ = checkpoint("gpt2")
-    monkeypatch.setattr(weights, "_total_memory", lambda device: None)
+    monkeypatch.setattr(weights, "total_memory", lambda device: None)
     edit_config(folder, vocab_size=2**31 - 1, n_embd=2**16)
     refused(
         folder,
@@ -369,7 +369,7 @@ def test_memory_that_the_allocator_does_not_get(checkpoint, monkeypatch):
 
 
 def test_a_random_model_beyond_this_machine(monkeypatch):
-    monkeypatch.setattr(weights, "_total_memory", lambda device: 64 * 2**30)
+    monkeypatch.setattr(weights, "total_memory", lambda device: 64 * 2**30)
     config = ModelConfig("gpt2", 2**31 - 1, 32, 2, 4, 4, 8, 64, 128, "gelu", 1e-6, True)
     refused(config, "needs 256.0 GiB for its weights in float32, and cpu has 64.0 GiB")
 

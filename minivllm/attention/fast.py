@@ -1,66 +1,114 @@
-"""The default: all decodes of a step in one batched call, each prefill chunk in one of its own."""
+"""The default: all decodes of a step together, each prefill chunk by itself.
+
+A prefill chunk has much to compute per key, so its pages are gathered and a dense attention runs over them. A decode
+has one query per request, reads every key and value for it, and computes next to nothing: there a copy of the pages
+would cost more than the attention. See `cpu_decode` for how it goes without.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.attention import cpu_decode
 from minivllm.attention.metadata import AttentionMetadata
 
 
 def paged_attention(query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
     """See `AttentionBackend`."""
+    if metadata.plan is None:
+        metadata.plan = _Plan.make(query, kv_cache, metadata)
+    plan: _Plan = metadata.plan
+    if not plan.chunks:
+        return plan.decode(query, kv_cache)
     output = torch.empty_like(query)
-    decodes = [r for r in range(metadata.num_reqs) if metadata.query_len(r) == 1]
-    if decodes:
-        rows = [metadata.query_start_loc[r] for r in decodes]
-        if len(decodes) == metadata.num_reqs:
-            output = _decode(query, kv_cache, metadata.block_tables, metadata.seq_lens)
-        else:
-            output[rows] = _decode(
-                query[rows], kv_cache, metadata.block_tables[decodes], [metadata.seq_lens[r] for r in decodes]
-            )
-    for r, seq_len in enumerate(metadata.seq_lens):
-        if metadata.query_len(r) > 1:
-            start, end = metadata.query_start_loc[r : r + 2]
-            output[start:end] = _prefill_chunk(query[start:end], kv_cache, metadata.block_tables[r], seq_len)
+    if plan.decode_rows is not None:
+        output[plan.decode_rows] = plan.decode(query[plan.decode_rows], kv_cache)
+    for chunk in plan.chunks:
+        output[chunk.start : chunk.end] = chunk.attend(query[chunk.start : chunk.end], kv_cache)
     return output
 
 
-def _decode(query: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: list[int]) -> Tensor:
-    """One query per request, [R, H, D]: the tables are gathered side by side, the tails masked."""
-    num_reqs, num_heads, head_dim = query.shape
-    block_size, num_kv_heads = kv_cache.shape[2:4]
-    longest = max(seq_lens)
-    tables = block_tables[:, : -(-longest // block_size)]
-    keys, values = (pages[tables].flatten(1, 2).transpose(1, 2) for pages in kv_cache)  # [R, H_kv, L, D]
-    # The query heads of one KV head take the place of query positions, so K/V are not repeated for them.
-    q = query.view(num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    mask = None
-    if min(seq_lens) < keys.shape[2]:
-        lens = torch.tensor(seq_lens, device=query.device)
-        mask = (torch.arange(keys.shape[2], device=query.device) < lens[:, None])[:, None, None, :]
-        # Slots behind the end hold what another request left there. A weight of 0 hides any number but NaN and
-        # infinity, so an overflow over there would show up here.
-        keys.masked_fill_(~mask.transpose(2, 3), 0)
-        values.masked_fill_(~mask.transpose(2, 3), 0)
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).reshape(num_reqs, num_heads, head_dim)
+@dataclass
+class _Plan:
+    """What all layers of a step share."""
+
+    chunks: list[_PrefillChunk]
+    decode_rows: Tensor | None  # rows of the batch, where it is not the whole batch
+    decode: cpu_decode.Decode | _GatheredDecode | None
+
+    @classmethod
+    def make(cls, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> _Plan:
+        starts, seq_lens = metadata.query_start_loc, metadata.seq_lens
+        chunks, decodes = [], []
+        for r, seq_len in enumerate(seq_lens):
+            start, end = starts[r], starts[r + 1]
+            if end - start == 1:
+                decodes.append(r)
+            else:
+                chunks.append(_PrefillChunk(start, end, seq_len, metadata.block_tables[r], kv_cache.shape[2]))
+        if not decodes:
+            return cls(chunks, None, None)
+        tables, lens, rows = metadata.block_tables, seq_lens, None
+        if chunks:
+            tables, lens = tables[decodes], [seq_lens[r] for r in decodes]
+            rows = torch.tensor([starts[r] for r in decodes], device=query.device)
+        kind = cpu_decode.Decode if cpu_decode.can_run(query, kv_cache) else _GatheredDecode
+        return cls(chunks, rows, kind(tables, lens, query.shape[1], kv_cache.shape))
 
 
-def _prefill_chunk(query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
-    """The last `len(query)` tokens of one request, [q, H, D]."""
-    num_queries = query.shape[0]
-    block_size, num_kv_heads = kv_cache.shape[2:4]
-    table = block_table[: -(-seq_len // block_size)]
-    keys, values = (pages[table].flatten(0, 1)[:seq_len].transpose(0, 1)[None] for pages in kv_cache)
-    q = query.transpose(0, 1)[None]  # [1, H, q, D]
-    gqa = query.shape[1] != num_kv_heads
-    if num_queries == seq_len:
-        out = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=gqa)
-    else:
-        # Query i is token seq_len - q + i: the causal triangle is aligned at the bottom right.
-        mask = torch.ones(num_queries, seq_len, dtype=torch.bool, device=query.device)
-        mask = mask.tril(diagonal=seq_len - num_queries)
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=gqa)
-    return out[0].transpose(0, 1)
+class _PrefillChunk:
+    """The last `end - start` of one request's `seq_len` tokens; rows `start:end` of the batch."""
+
+    def __init__(self, start: int, end: int, seq_len: int, block_table: Tensor, block_size: int) -> None:
+        self.start, self.end, self.seq_len = start, end, seq_len
+        self.table = block_table[: -(-seq_len // block_size)]
+        self.mask = None
+        if end - start < seq_len:
+            # Query i is token seq_len - q + i: the causal triangle is aligned at the bottom right.
+            mask = torch.ones(end - start, seq_len, dtype=torch.bool, device=block_table.device)
+            self.mask = mask.tril(diagonal=seq_len - (end - start))
+
+    def attend(self, query: Tensor, kv_cache: Tensor) -> Tensor:
+        """[q, H, D] -> [q, H, D]."""
+        keys, values = (
+            pages.index_select(0, self.table).flatten(0, 1)[: self.seq_len].transpose(0, 1)[None] for pages in kv_cache
+        )  # [1, H_kv, L, D]
+        out = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            keys,
+            values,
+            attn_mask=self.mask,
+            is_causal=self.mask is None,
+            enable_gqa=query.shape[1] != kv_cache.shape[3],
+        )
+        return out[0].transpose(0, 1)
+
+
+class _GatheredDecode:
+    """Decodes on a GPU, or in another dtype than float32: the tables are gathered side by side, the tails masked."""
+
+    def __init__(self, block_tables: Tensor, seq_lens: list[int], num_heads: int, cache_shape: torch.Size) -> None:
+        block_size = cache_shape[2]
+        self.tables = block_tables[:, : -(-max(seq_lens) // block_size)]
+        self.mask = None
+        longest = self.tables.shape[1] * block_size
+        if min(seq_lens) < longest:
+            lens = torch.tensor(seq_lens, device=block_tables.device)
+            self.mask = (torch.arange(longest, device=block_tables.device) < lens[:, None])[:, None, None, :]
+
+    def __call__(self, query: Tensor, kv_cache: Tensor) -> Tensor:
+        """One query per request: [R, H, D] -> [R, H, D]."""
+        num_reqs, num_heads, head_dim = query.shape
+        keys, values = (pages[self.tables].flatten(1, 2).transpose(1, 2) for pages in kv_cache)  # [R, H_kv, L, D]
+        if self.mask is not None:
+            # Slots behind the end hold what another request left there. A weight of 0 hides any number but NaN and
+            # infinity, so an overflow over there would show up here.
+            keys.masked_fill_(~self.mask.transpose(2, 3), 0)
+            values.masked_fill_(~self.mask.transpose(2, 3), 0)
+        # The query heads of one KV head take the place of query positions, so K/V are not repeated for them.
+        q = query.unflatten(1, (keys.shape[1], -1))
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask).reshape(query.shape)

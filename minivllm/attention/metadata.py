@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class AttentionMetadata:
     """One flat batch of R requests and T tokens; prefill chunks and decodes look the same.
 
@@ -23,6 +23,7 @@ class AttentionMetadata:
     block_tables: Tensor  # [R, max_blocks] int64
     query_start_loc: list[int]  # R + 1
     seq_lens: list[int]  # R
+    plan: Any = field(default=None, repr=False)  # what a backend works out once per step, for all layers
 
     @property
     def num_reqs(self) -> int:
@@ -47,6 +48,6 @@ def write_kv(kv_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor)
 
     This comes before any read of the step: a request may hit a block that another request fills in this very step.
     """
-    slots = kv_cache.flatten(1, 2)  # [2, num_blocks * block_size, H_kv, D], a view
-    slots[0].index_copy_(0, slot_mapping, key)
-    slots[1].index_copy_(0, slot_mapping, value)
+    keys, values = kv_cache.flatten(1, 2).unbind(0)  # views, [num_blocks * block_size, H_kv, D]
+    keys.index_copy_(0, slot_mapping, key)
+    values.index_copy_(0, slot_mapping, value)

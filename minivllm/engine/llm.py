@@ -19,6 +19,8 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.executor import memory
 from minivllm.executor.torch_executor import TorchExecutor
+from minivllm.models.packed_linear import pack_weights
+from minivllm.models.traced import trace_pieces
 from minivllm.models.weights import LoadedModel, load_model
 from minivllm.sampling_params import SamplingParams
 
@@ -73,6 +75,8 @@ class LLM:
         if word:
             logger.warning(word)
         loaded = load_model(model, dtype=dtype, device=device)
+        pack_weights(loaded.model)
+        loaded.model = trace_pieces(loaded.model)
         max_model_len = _check_model_len(loaded, max_model_len)
         default_tokens, default_seqs = memory.default_batch_limits(device)
         if max_num_seqs is None:

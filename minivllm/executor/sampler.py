@@ -32,8 +32,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> tuple[list[int], dict
     asked = [i for i, p in enumerate(params) if p.logprobs is not None]
     raw_logprobs = logits[asked].log_softmax(dim=-1) if asked else None
 
-    for i, request in enumerate(requests):
-        _mask_and_bias(logits[i], request)
+    _mask_and_bias(logits, requests)
     penalised = [i for i, p in enumerate(params) if p.has_penalties]
     if penalised:
         logits[penalised] = apply_penalties(logits[penalised], [requests[i] for i in penalised])
@@ -52,15 +51,28 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> tuple[list[int], dict
     return token_ids, reported
 
 
-def _mask_and_bias(row: Tensor, request: Request) -> None:
-    params = request.sampling_params
-    if request.num_output_tokens < params.min_tokens:
-        ends = [*request.stop_token_ids]
-        if request.eos_token_id is not None:
-            ends.append(request.eos_token_id)
-        row[ends] = -math.inf
-    for token_id, bias in params.logit_bias.items():
-        row[token_id] += bias
+def _mask_and_bias(logits: Tensor, requests: Sequence[Request]) -> None:
+    """No end before min_tokens, then logit_bias: one operation each, for all rows that ask for it."""
+    masked: list[tuple[int, int]] = []  # (row, token)
+    biased: list[tuple[int, int]] = []
+    biases: list[float] = []
+    for row, request in enumerate(requests):
+        params = request.sampling_params
+        if request.num_output_tokens < params.min_tokens:
+            ends = {*request.stop_token_ids, request.eos_token_id} - {None}
+            masked += [(row, token_id) for token_id in ends]
+        if params.logit_bias:
+            biased += [(row, token_id) for token_id in params.logit_bias]
+            biases += params.logit_bias.values()
+    if masked:
+        logits[_index(masked, logits)] = -math.inf
+    if biased:
+        logits[_index(biased, logits)] += torch.tensor(biases, dtype=logits.dtype, device=logits.device)
+
+
+def _index(places: Sequence[tuple[int, int]], logits: Tensor) -> tuple[Tensor, Tensor]:
+    rows, token_ids = torch.tensor(places, device=logits.device).unbind(1)
+    return rows, token_ids
 
 
 def apply_penalties(logits: Tensor, requests: Sequence[Request]) -> Tensor:

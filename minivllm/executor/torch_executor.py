@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,6 +19,14 @@ from minivllm.request import Request
 
 # Rows of logits that are in memory at once when a whole prompt's are wanted: 256 x 50,000 x 4 bytes = 51 MB.
 LOGITS_CHUNK = 256
+
+
+def allocate_kv_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On a CPU the memory comes from NumPy, which asks Linux for pages of 2 MiB: attention reads blocks from all
+    over the cache, and with pages of 4 KiB it would wait for the page table."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 class TorchExecutor:
@@ -44,16 +53,9 @@ class TorchExecutor:
         self.max_blocks_per_request = cdiv(max_model_len, block_size)
         weight = next(model.parameters())
         self.device = weight.device
-        self.kv_cache = torch.zeros(
-            config.num_hidden_layers,
-            2,
-            num_blocks,
-            block_size,
-            config.num_key_value_heads,
-            config.head_dim,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        shape = (config.num_hidden_layers, 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+        self.kv_cache = allocate_kv_cache(shape, weight.dtype, weight.device)
+        self.layer_caches = self.kv_cache.unbind(0)
         self.block_tables: dict[str, np.ndarray] = {}
         self.num_blocks_of: dict[str, int] = {}
         self.on_logits: Callable[[Request, int, Tensor], None] | None = None
@@ -67,7 +69,7 @@ class TorchExecutor:
         token_ids, positions, metadata = self._prepare(output)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            layer_cache = self.kv_cache[layer]
+            layer_cache = self.layer_caches[layer]
             write_kv(layer_cache, key, value, metadata.slot_mapping)
             return self.attention(query, layer_cache, metadata)
 
@@ -96,8 +98,8 @@ class TorchExecutor:
             token_ids += request.all_token_ids[end - num_scheduled : end]
             query_lens.append(num_scheduled)
             seq_lens.append(end)
-        tables = np.stack([self.block_tables[request.request_id] for request in output.scheduled])
-        tables = tables[:, : cdiv(max(seq_lens), self.block_size)]
+        width = cdiv(max(seq_lens), self.block_size)
+        tables = np.stack([self.block_tables[request.request_id][:width] for request in output.scheduled])
 
         query_start_loc = np.concatenate([[0], np.cumsum(query_lens)])
         row = np.repeat(np.arange(len(seq_lens)), query_lens)  # [T]: the request of each token

@@ -349,9 +349,24 @@ def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     return model.eval()
 
 
+def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The name of each tensor in a checkpoint -> the parameter that holds it, or its rows of a merged layer's."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        parts = getattr(model.get_submodule(owner), "parts", None)
+        if parts is None:
+            tensors[name] = parameter
+        else:
+            prefix = owner.rpartition(".")[0]
+            rows = parameter.split(list(parts.values()))
+            tensors.update((f"{prefix}.{part}.{leaf}", row) for part, row in zip(parts, rows, strict=True))
+    return tensors
+
+
 def _copy_weights(model: nn.Module, tensors: Iterable[tuple[str, str, Tensor]]) -> None:
-    """Copy each tensor into its parameter. Raises ValueError with everything that does not fit."""
-    parameters = dict(model.named_parameters())
+    """Copy each tensor into its place. Raises ValueError with everything that does not fit."""
+    parameters = checkpoint_tensors(model)
     tied = None if "lm_head.weight" in parameters else model.lm_head.weight
     missing, unexpected, wrong = set(parameters), [], []
     tied_copy = None

@@ -11,7 +11,7 @@ import transformers
 from engine_helpers import LogitsRecorder, make_engine, run_to_the_end
 
 from minivllm import LLM
-from minivllm.models.weights import load_model
+from minivllm.models.weights import checkpoint_tensors, load_model
 from minivllm.sampling_params import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
@@ -132,7 +132,8 @@ def transformers_copy(llm: LLM) -> torch.nn.Module:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     model.to_empty(device="cpu")
-    model.load_state_dict(llm.executor.model.state_dict(), strict=True)
+    tensors = checkpoint_tensors(load_model("smollm2-135m").model)  # the engine's own are packed
+    model.load_state_dict(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, strict=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are no weights, so meta lost them
     model.tie_weights()
     return model.eval()

@@ -14,7 +14,7 @@ from checkpoints import expected_logits, our_logits
 
 from minivllm.models import weights
 from minivllm.models.gguf_file import GGUFFile
-from minivllm.models.weights import load_model
+from minivllm.models.weights import checkpoint_tensors, load_model
 
 TEXT = (
     "The capital of France is Paris, founded in 259 BC.\n\n    def f(x):\n        return x ** 2\n"
@@ -55,7 +55,7 @@ def oracle(gguf_path):
 def test_weights_and_logits(loaded, oracle):
     model, tokenizer = oracle
     theirs = model.state_dict()
-    for name, parameter in loaded.model.named_parameters():
+    for name, parameter in checkpoint_tensors(loaded.model).items():
         assert torch.equal(parameter, theirs[name]), name
     ids = torch.tensor(tokenizer.encode(TEXT))
     torch.testing.assert_close(our_logits(loaded.model, ids), expected_logits(model, ids), atol=1e-3, rtol=0)

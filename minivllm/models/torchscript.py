@@ -1,0 +1,34 @@
+"""Run PyTorch code without Python between its operations.
+
+An operation on a few rows takes a few microseconds, and as much again goes into the Python around it. TorchScript runs
+a recorded sequence of operations without. PyTorch has announced its end in favour of torch.compile, which needs a C++
+compiler and a minute; so everything here also works without it, only slower.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function`, compiled by TorchScript if it can be; results are the same."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.jit.script(function)
+    except (AttributeError, RuntimeError, OSError):  # a PyTorch or a Python without it, or no source to compile
+        return function
+
+
+def trace(module: nn.Module, *inputs: Tensor) -> nn.Module:
+    """`module`, with what it does to `inputs` recorded: for any sizes, but always the same operations.
+
+    Raises RuntimeError or AttributeError where that cannot be done.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.trace(module, inputs, check_trace=False)

@@ -1,0 +1,45 @@
+"""Prefill and decode speed of minivllm, one line per batch size.
+
+    python tests/bench/decode_speed.py --model smollm2-135m --batch 1 4 8 16 32 --prompt 64 --output 64
+
+Medians of three runs, greedy, each with prompts of its own, in one process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+from timing import measure, parse_args
+
+from minivllm import LLM, SamplingParams
+
+
+def main() -> None:
+    args = parse_args(__doc__)
+    torch.set_num_threads(args.threads)
+    length, num_requests = args.prompt + args.output, max(args.batch)
+    llm = LLM(args.model, max_model_len=length, max_num_seqs=num_requests)
+    engine = llm.llm_engine
+    numbers = iter(range(10**9))
+
+    def generate(prompts: list[list[int]], num_tokens: int) -> Iterator[None]:
+        params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+        first = engine.num_generation_tokens
+        for prompt in prompts:
+            engine.add_request(str(next(numbers)), prompt, params, output_kind="final_only")
+        while engine.num_generation_tokens - first < len(prompts):
+            engine.step()
+        yield
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    measure(args, llm.model_config.vocab_size, generate)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What every measured engine shares: the prompts, the clock's two intervals, and the printed line.
+
+Plain Python, since it also runs in the environments of other engines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Iterator
+
+
+def parse_args(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", required=True, help="what the engine loads: a name, a folder or a file")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="requests at a time")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
+    parser.add_argument("--output", type=int, default=64, help="tokens generated for each, at least 2")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3, help="runs per batch size, after one that is not counted")
+    args = parser.parse_args()
+    if args.output < 2 or min(args.prompt, args.threads, args.repeats, *args.batch) < 1:
+        parser.error("--output must be at least 2, the other numbers at least 1")
+    return args
+
+
+def make_prompts(batch: int, length: int, vocab_size: int, run: int) -> list[list[int]]:
+    """Random token ids, other ones in each run: no prefix cache can help."""
+    rng = random.Random(f"{batch}:{length}:{run}")
+    return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(batch)]
+
+
+def measure(
+    args: argparse.Namespace, vocab_size: int, generate: Callable[[list[list[int]], int], Iterator[None]]
+) -> None:
+    """Run `generate(prompts, num_tokens)` for each batch size and print the medians.
+
+    It yields as soon as every request has its first token, and then ends when all have `num_tokens`: the first
+    interval is the prefill, the second the decoding of `num_tokens - 1` more.
+    """
+    for batch in args.batch:
+        runs = []
+        for run in range(args.repeats + 1):
+            prompts = make_prompts(batch, args.prompt, vocab_size, run)
+            start = time.perf_counter()
+            steps = generate(prompts, args.output)
+            next(steps)
+            first = time.perf_counter()
+            for _ in steps:
+                pass
+            runs.append((first - start, time.perf_counter() - first))
+        prefill_s, decode_s = (sorted(values)[len(values) // 2] for values in zip(*runs[1:], strict=True))
+        print(
+            f"batch={batch} prefill_tok_s={batch * args.prompt / prefill_s:.1f} "
+            f"decode_tok_s={batch * (args.output - 1) / decode_s:.1f} "
+            f"step_ms={decode_s / (args.output - 1) * 1e3:.2f}",
+            flush=True,
+        )

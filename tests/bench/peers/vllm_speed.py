@@ -1,0 +1,50 @@
+"""vLLM on a CPU, in one process, eager, float32, through its engine's step loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from timing import measure, parse_args
+
+
+def main() -> None:
+    args = parse_args(__doc__)
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_CPU_KVCACHE_SPACE="2",
+        VLLM_LOGGING_LEVEL="ERROR",
+        OMP_NUM_THREADS=str(args.threads),
+        HF_HUB_OFFLINE="1",
+    )
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    llm = LLM(
+        args.model,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=args.prompt + args.output,
+        max_num_batched_tokens=max(4096, args.prompt + args.output),
+        enable_prefix_caching=False,
+    )
+    engine = llm.llm_engine
+    numbers = iter(range(10**9))
+
+    def generate(prompts: list[list[int]], num_tokens: int) -> Iterator[None]:
+        params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, detokenize=False)
+        for prompt in prompts:
+            engine.add_request(str(next(numbers)), TokensPrompt(prompt_token_ids=prompt), params)
+        started: set[str] = set()
+        while len(started) < len(prompts):
+            started.update(output.request_id for output in engine.step() if output.outputs[0].token_ids)
+        yield
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    measure(args, llm.model_config.get_vocab_size(), generate)
+
+
+if __name__ == "__main__":
+    main()

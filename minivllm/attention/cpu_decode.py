@@ -101,9 +101,7 @@ def _attend(
     is_merged = len(request) > len(query)
     q = query.index_select(0, request) if is_merged else query  # [N, H, D]
     # Into its own input, whose values count 0 (beta): a new result would copy the index.
-    torch.ops.aten.sparse_sampled_addmm(
-        places, q.flatten(0, 1), keys.t(), beta=0.0, alpha=head_dim**-0.5, out=places
-    )
+    torch.ops.aten.sparse_sampled_addmm(places, q.flatten(0, 1), keys.t(), beta=0.0, alpha=head_dim**-0.5, out=places)
     scores = places.values().index_fill_(0, behind_the_end, float("-inf")).view(-1, num_heads, tile)  # [N, H, tile]
     probs = scores.softmax(-1)
     # For each (tile, head): the sum of its tokens' values by their probabilities.

@@ -102,7 +102,6 @@ class _GatheredDecode:
 
     def __call__(self, query: Tensor, kv_cache: Tensor) -> Tensor:
         """One query per request: [R, H, D] -> [R, H, D]."""
-        num_reqs, num_heads, head_dim = query.shape
         keys, values = (pages[self.tables].flatten(1, 2).transpose(1, 2) for pages in kv_cache)  # [R, H_kv, L, D]
         if self.mask is not None:
             # Slots behind the end hold what another request left there. A weight of 0 hides any number but NaN and

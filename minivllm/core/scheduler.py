@@ -124,9 +124,8 @@ class Scheduler:
         output.preempted += self._unreported_preemptions
         self._unreported_preemptions = []
 
-        num_scheduled_tokens = output.num_scheduled_tokens
-        for request in output.scheduled:
-            request.num_computed_tokens += num_scheduled_tokens[request.request_id]
+        for request, num_scheduled in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
+            request.num_computed_tokens += num_scheduled
         output.num_free_blocks = self.kv_cache_manager.block_pool.num_free_blocks
         output.num_running = len(self.running)
         output.num_waiting = len(self.waiting)
@@ -137,10 +136,11 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         threshold = self.config.long_prefill_token_threshold
         last_position = self.max_model_len - 1
-        allocate_slots = self.kv_cache_manager.allocate_slots
+        kv, block_size = self.kv_cache_manager, self.kv_cache_manager.block_size
+        running, scheduled, num_scheduled_tokens = self.running, output.scheduled, output.num_scheduled_tokens
         index = 0
-        while index < len(self.running) and budget > 0:
-            request = self.running[index]
+        while index < len(running) and budget > 0:
+            request = running[index]
             num_computed = request.num_computed_tokens
             num_new = request.num_tokens - num_computed
             if 0 < threshold < num_new:
@@ -154,21 +154,23 @@ class Scheduler:
                 index += 1
                 continue
 
-            new_blocks = allocate_slots(request, num_new)
-            while new_blocks is None:
-                victim, victim_index = self._choose_victim()
-                del self.running[victim_index]
-                if victim_index < index:
-                    index -= 1
-                budget += self._preempt(victim, output)
-                if victim is request:
-                    return budget  # nobody is left to take blocks from
-                new_blocks = allocate_slots(request, num_new)
+            # One token inside a block, neither its first nor its last: no block to add, none to publish.
+            if num_new > 1 or not 0 < num_computed % block_size < block_size - 1:
+                new_blocks = kv.allocate_slots(request, num_new)
+                while new_blocks is None:
+                    victim, victim_index = self._choose_victim()
+                    del running[victim_index]
+                    if victim_index < index:
+                        index -= 1
+                    budget += self._preempt(victim, output)
+                    if victim is request:
+                        return budget  # nobody is left to take blocks from
+                    new_blocks = kv.allocate_slots(request, num_new)
+                if new_blocks:
+                    output.new_block_ids[request.request_id] = [block.block_id for block in new_blocks]
 
-            output.scheduled.append(request)
-            output.num_scheduled_tokens[request.request_id] = num_new
-            if new_blocks:
-                output.new_block_ids[request.request_id] = [block.block_id for block in new_blocks]
+            scheduled.append(request)
+            num_scheduled_tokens[request.request_id] = num_new
             budget -= num_new
             index += 1
         return budget
@@ -256,11 +258,12 @@ class Scheduler:
         if len(sampled) != len(output.scheduled):
             raise ValueError(f"the executor returned {len(sampled)} tokens for {len(output.scheduled)} requests.")
         finished: list[Request] = []
+        max_model_len = self.max_model_len
         for request, token_id in zip(output.scheduled, sampled, strict=True):
             if token_id is None:
                 continue
             request.append_output_token_id(token_id)
-            status = check_stop(request, token_id, self.max_model_len)
+            status = check_stop(request, token_id, max_model_len)
             if status is not None:
                 self._finish(request, status)
                 finished.append(request)
@@ -293,8 +296,7 @@ def check_stop(request: Request, token_id: int, max_model_len: int) -> RequestSt
     if token_id in request.stop_token_ids:
         request.stop_reason = token_id
         return RequestStatus.FINISHED_STOPPED
-    if request.num_tokens >= max_model_len or (
-        request.max_tokens is not None and request.num_output_tokens >= request.max_tokens
-    ):
+    num_tokens, max_tokens = request.num_tokens, request.max_tokens
+    if num_tokens >= max_model_len or (max_tokens is not None and num_tokens - request.num_prompt_tokens >= max_tokens):
         return RequestStatus.FINISHED_LENGTH_CAPPED
     return None

@@ -37,9 +37,7 @@ def main() -> None:
             start = clock()
             output = scheduler.schedule()
             scheduled = clock()
-            sampled = [
-                7 if request.num_computed_tokens >= request.num_tokens else None for request in output.scheduled
-            ]
+            sampled = [7 if request.num_computed_tokens >= request.num_tokens else None for request in output.scheduled]
             before_update = clock()
             finished = scheduler.update_from_output(output, sampled)
             yield clock() - before_update + scheduled - start, len(output.scheduled)

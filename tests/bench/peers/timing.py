@@ -18,7 +18,7 @@ def parse_args(description: str) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--output", type=int, default=64, help="tokens generated for each, at least 2")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3, help="runs per batch size, after one that is not counted")
+    parser.add_argument("--repeats", type=int, default=3, help="counted runs per batch size")
     args = parser.parse_args()
     if args.output < 2 or min(args.prompt, args.threads, args.repeats, *args.batch) < 1:
         parser.error("--output must be at least 2, the other numbers at least 1")
@@ -40,8 +40,11 @@ def measure(
     interval is the prefill, the second the decoding of `num_tokens - 1` more.
     """
     for batch in args.batch:
+        # Once with few tokens and not counted: engines prepare for a batch size when they first see it.
+        for _ in generate(make_prompts(batch, min(args.prompt, 32), vocab_size, -1), 3):
+            pass
         runs = []
-        for run in range(args.repeats + 1):
+        for run in range(args.repeats):
             prompts = make_prompts(batch, args.prompt, vocab_size, run)
             start = time.perf_counter()
             steps = generate(prompts, args.output)
@@ -50,7 +53,7 @@ def measure(
             for _ in steps:
                 pass
             runs.append((first - start, time.perf_counter() - first))
-        prefill_s, decode_s = (sorted(values)[len(values) // 2] for values in zip(*runs[1:], strict=True))
+        prefill_s, decode_s = (sorted(values)[len(values) // 2] for values in zip(*runs, strict=True))
         print(
             f"batch={batch} prefill_tok_s={batch * args.prompt / prefill_s:.1f} "
             f"decode_tok_s={batch * (args.output - 1) / decode_s:.1f} "

@@ -1,0 +1,72 @@
+"""How fast a model's matrix products alone can be on this machine, and what the machine gives at most.
+
+    python tests/bench/limits.py --model smollm2-135m --batch 1 4 8
+
+one_row: one pass of `x @ W`, one row, over all matrices of the model, each stored input-major: the bandwidth limit of
+batch 1. products: the packed products that minivllm runs, B rows, and nothing else of a step.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+from timing import parse_args
+
+from minivllm.models.layers import Conv1D
+from minivllm.models.packed_linear import pack_weights
+from minivllm.models.weights import load_model
+
+
+def median_s(run: Callable[[], object], repeats: int) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2]
+
+
+@torch.inference_mode()
+def main() -> None:
+    args = parse_args(__doc__)
+    torch.set_num_threads(args.threads)
+    repeats = 5 * args.repeats
+
+    big = torch.ones(2**26)  # 256 MiB, beyond any processor's cache
+    seconds = median_s(big.sum, repeats)
+    square = torch.ones(2048, 2048)
+    flops_s = 2 * 2048**3 / median_s(lambda: square @ square, repeats)
+    print(f"memory_gb_s={big.nbytes / seconds / 1e9:.1f} matmul_gflop_s={flops_s / 1e9:.0f}", flush=True)
+    del big, square
+
+    model = load_model(args.model).model
+    input_major = [
+        (layer.weight if isinstance(layer, Conv1D) else layer.weight.t()).contiguous()
+        for layer in model.modules()
+        if isinstance(layer, (nn.Linear, Conv1D))
+    ]
+    rows = [torch.randn(1, weight.shape[0]) for weight in input_major]
+    seconds = median_s(lambda: [x @ weight for x, weight in zip(rows, input_major, strict=True)], repeats)
+    print(f"one_row_tok_s={1 / seconds:.1f}", flush=True)
+    del input_major
+
+    names = [name for name, layer in model.named_modules() if isinstance(layer, (nn.Linear, Conv1D))]
+    pack_weights(model)
+    layers = [model.get_submodule(name) for name in names]
+    sizes = [layer.in_features if hasattr(layer, "in_features") else layer.weight.shape[0] for layer in layers]
+    for batch in args.batch:
+        rows = [torch.randn(batch, size) for size in sizes]
+        seconds = median_s(lambda rows=rows: [layer(x) for layer, x in zip(layers, rows, strict=True)], repeats)
+        print(f"batch={batch} products_tok_s={batch / seconds:.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -133,7 +133,8 @@ class TorchExecutor:
             self._show_logits(output, hidden, query_start_loc)
         result = ModelOutput(sampled, prompt_logprobs=self._prompt_logprobs(output, hidden, query_start_loc))
         if rows:
-            logits = self.model.compute_logits(hidden[rows]).float()
+            last = hidden if len(rows) == len(hidden) else hidden[rows]
+            logits = self.model.compute_logits(last).float()
             token_ids, result.logprobs = sample(logits, requests)
             for place, token_id in zip(places, token_ids, strict=True):
                 sampled[place] = token_id

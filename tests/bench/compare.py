@@ -65,13 +65,13 @@ def main() -> int:
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="vllm, llama.cpp, ...")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", help="run the scenarios whose name contains this")
+    parser.add_argument("--only", default="", help="run the scenarios whose name contains this")
     parser.add_argument("--json", type=Path, help="also write every figure of every round here")
     args = parser.parse_args()
     pythons = find_pythons(parser, args.peer)
     with tempfile.TemporaryDirectory() as folder:
         scenarios = make_scenarios(Path(folder), pythons)
-        scenarios = [scenario for scenario in scenarios if not args.only or args.only in scenario.name]
+        scenarios = [scenario for scenario in scenarios if args.only in scenario.name]
         figures = run_rounds(scenarios, pythons, args.rounds, args.threads, Path(folder) / "smollm2")
     for scenario in scenarios:
         print(

@@ -17,7 +17,7 @@ TEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal --durations 10 -
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book test lab notebooks exercises lint clean
+.PHONY: help setup book test bench lab notebooks exercises lint clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -30,6 +30,9 @@ book: $(STAMP)  ## check this machine, build the site into _build/html
 
 test: $(STAMP)  ## every test: engine, notebooks, exercises, site
 	@$(TEST)
+
+bench: $(STAMP)  ## how fast this machine runs it, beside transformers; others: PEERS="--peer vllm=/path/to/python"
+	@$(PY) tests/bench/compare.py $(PEERS)
 
 lab: $(STAMP)  ## JupyterLab on the chapters
 	@$(PY) -m jupyterlab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/chapters/paged-attention.ipynb $(ROOT_FLAG)

@@ -33,7 +33,10 @@ class Decode:
     """The decodes of one step, for all layers: one query for each of R requests."""
 
     def __init__(self, block_tables: Tensor, seq_lens: list[int], num_heads: int, cache_shape: torch.Size) -> None:
-        """block_tables [R, max_blocks]; cache_shape is that of one layer, [2, num_blocks, block_size, H_kv, D]."""
+        """block_tables [R, max_blocks]; cache_shape is that of one layer, [2, num_blocks, block_size, H_kv, D].
+
+        Raises IndexError for tables that point out of the cache.
+        """
         num_blocks, block_size, num_kv_heads = cache_shape[1:4]
         lens = np.array(seq_lens)
         # One tile for all if they are short: then there is nothing to merge.
@@ -48,7 +51,15 @@ class Decode:
         behind_the_end = np.flatnonzero(np.repeat(position > last, num_heads, axis=0))
         position = np.minimum(position, last)  # what follows the end reads the last token again, and counts 0
         block, offset = np.divmod(position, block_size)
-        slot = block_tables.numpy()[request[:, None], block] * block_size + offset
+        block_ids = block_tables.numpy()[request[:, None], block]
+        # The products do not look: a wrong table would have them read and write anywhere.
+        if block_ids.min() < 0 or block_ids.max() >= num_blocks:
+            raise IndexError(f"a block table names block {block_ids.max()}, but the cache has {num_blocks} blocks.")
+        if max(seq_lens) > num_blocks * block_size:
+            raise IndexError(
+                f"{max(seq_lens)} tokens of one request do not lie in {num_blocks} blocks of {block_size}."
+            )
+        slot = block_ids * block_size + offset
 
         # Rows of a layer's keys seen as [num_slots * H_kv, D], for each (tile, query head, token).
         kv_head = np.arange(num_heads) // (num_heads // num_kv_heads)
@@ -100,7 +111,8 @@ def _attend(
     num_heads, head_dim = query.size(1), query.size(2)
     is_merged = len(request) > len(query)
     q = query.index_select(0, request) if is_merged else query  # [N, H, D]
-    # Into its own input, whose values count 0 (beta): a new result would copy the index.
+    # Into its own input, whose old values are multiplied by 0 (beta): a new result would copy the index. What was -inf
+    # behind the ends becomes NaN by that, and -inf again in the next line.
     torch.ops.aten.sparse_sampled_addmm(places, q.flatten(0, 1), keys.t(), beta=0.0, alpha=head_dim**-0.5, out=places)
     scores = places.values().index_fill_(0, behind_the_end, float("-inf")).view(-1, num_heads, tile)  # [N, H, tile]
     probs = scores.softmax(-1)
@@ -130,7 +142,13 @@ def _has_products() -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch says once that its sparse tensors are in beta
         try:
-            decode = Decode(torch.tensor([[1]]), [1], 1, torch.Size([2, 2, 1, 1, 4]))
-            return bool(torch.equal(decode(torch.ones(1, 1, 4), torch.ones(2, 2, 1, 1, 4)), torch.ones(1, 1, 4)))
+            longest = 2 * TILE + 1
+            for seq_lens in ([1], [1, longest]):  # without and with merging
+                tables = torch.arange(longest).expand(len(seq_lens), -1)
+                decode = Decode(tables, seq_lens, 1, torch.Size([2, longest, 1, 1, 4]))
+                ones = torch.ones(len(seq_lens), 1, 4)
+                if (decode(ones, torch.ones(2, longest, 1, 1, 4)) - ones).abs().max() > 1e-5:
+                    return False
+            return True
         except (AttributeError, RuntimeError):
             return False

@@ -89,7 +89,8 @@ class _PrefillChunk:
 
 
 class _GatheredDecode:
-    """Decodes on a GPU, or in another dtype than float32: the tables are gathered side by side, the tails masked."""
+    """Decodes where `cpu_decode` cannot run (on a GPU, in another dtype than float32): the tables are gathered side by
+    side, the tails masked."""
 
     def __init__(self, block_tables: Tensor, seq_lens: list[int], num_heads: int, cache_shape: torch.Size) -> None:
         block_size = cache_shape[2]
@@ -99,6 +100,7 @@ class _GatheredDecode:
         if min(seq_lens) < longest:
             lens = torch.tensor(seq_lens, device=block_tables.device)
             self.mask = (torch.arange(longest, device=block_tables.device) < lens[:, None])[:, None, None, :]
+            self.behind_the_end = ~self.mask.transpose(2, 3)
 
     def __call__(self, query: Tensor, kv_cache: Tensor) -> Tensor:
         """One query per request: [R, H, D] -> [R, H, D]."""
@@ -106,8 +108,8 @@ class _GatheredDecode:
         if self.mask is not None:
             # Slots behind the end hold what another request left there. A weight of 0 hides any number but NaN and
             # infinity, so an overflow over there would show up here.
-            keys.masked_fill_(~self.mask.transpose(2, 3), 0)
-            values.masked_fill_(~self.mask.transpose(2, 3), 0)
+            keys.masked_fill_(self.behind_the_end, 0)
+            values.masked_fill_(self.behind_the_end, 0)
         # The query heads of one KV head take the place of query positions, so K/V are not repeated for them.
         q = query.unflatten(1, (keys.shape[1], -1))
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask).reshape(query.shape)

@@ -23,7 +23,8 @@ class AttentionMetadata:
     block_tables: Tensor  # [R, max_blocks] int64
     query_start_loc: list[int]  # R + 1
     seq_lens: list[int]  # R
-    plan: Any = field(default=None, repr=False)  # what a backend works out once per step, for all layers
+    # What a backend works out at the first layer for all others; the fields above must not change after that.
+    plan: Any = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def num_reqs(self) -> int:

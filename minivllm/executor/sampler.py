@@ -52,7 +52,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> tuple[list[int], dict
 
 
 def first_largest(logits: Tensor) -> Tensor:
-    """`logits.argmax(-1)` of [N, V], in a fifth of its time for large batches on a CPU.
+    """`logits.argmax(-1)` of [N, V] without NaN, in a fifth of its time for large batches on a CPU.
 
     There `argmax` takes one number at a time and `amax` eight: so find the best piece of each row first.
     """

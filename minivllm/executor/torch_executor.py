@@ -26,7 +26,10 @@ def allocate_kv_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.
     over the cache, and with pages of 4 KiB it would wait for the page table."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    num_bytes, line = math.prod(shape) * dtype.itemsize, 64
+    memory = np.zeros(num_bytes + line, np.uint8)
+    start = -memory.ctypes.data % line  # a row of keys should not straddle one more cache line than it needs
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
 
 
 class TorchExecutor:

@@ -54,7 +54,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self.act(gate).mul_(up))  # in place: the memory of a large chunk costs more than the sum
+        # In place (so not for training with relu): fresh memory for a large chunk costs more than the product.
+        return self.down_proj(self.act(gate).mul_(up))
 
 
 class DecoderLayer(nn.Module):

@@ -47,18 +47,18 @@ class PackedLinear(nn.Module):
 
 
 @torch.inference_mode()
-def pack_weights(model: nn.Module) -> int:
-    """Replace the large linear layers of `model` by packed ones, in place; returns how many.
+def pack_weights(model: nn.Module, min_bytes: int = MIN_BYTES) -> int:
+    """Replace the linear layers of `model` with `min_bytes` or more by packed ones, in place; returns how many.
 
-    One after another, so that no more than one matrix is there twice. An output matrix that is also the embedding
-    stays for the look-up, and is packed as a copy. Nothing changes (0 is returned) where packing does not work: on a
-    GPU, in another dtype, or with a PyTorch that lacks the operators or gets another result with them.
+    One after another, so that never more than one matrix is there several times. An output matrix that is also the
+    embedding stays for the look-up, and is packed as a copy. Nothing changes (0 is returned) where packing does not
+    work: on a GPU, in another dtype, or with a PyTorch that lacks the operators or gets another result with them.
     """
     places = [
         (parent, name)
         for parent in model.modules()
         for name, layer in parent.named_children()
-        if isinstance(layer, (nn.Linear, Conv1D)) and layer.weight.nbytes >= MIN_BYTES
+        if isinstance(layer, (nn.Linear, Conv1D)) and layer.weight.nbytes >= min_bytes
     ]
     if not places or not can_pack(next(model.parameters())):
         return 0

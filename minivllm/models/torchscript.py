@@ -20,14 +20,14 @@ def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.jit.script(function)
-    except (AttributeError, RuntimeError, OSError):  # a PyTorch or a Python without it, or no source to compile
+    except Exception:  # whatever a PyTorch or Python that it does not fit raises: the function works without it
         return function
 
 
 def trace(module: nn.Module, *inputs: Tensor) -> nn.Module:
     """`module`, with what it does to `inputs` recorded: for any sizes, but always the same operations.
 
-    Raises RuntimeError or AttributeError where that cannot be done.
+    Raises what TorchScript raises where that cannot be done.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

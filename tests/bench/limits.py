@@ -34,38 +34,48 @@ def median_s(run: Callable[[], object], repeats: int) -> float:
     return sorted(times)[len(times) // 2]
 
 
+def measure_machine(repeats: int) -> str:
+    big = torch.ones(2**26)  # 256 MiB, beyond any processor's cache
+    bytes_s = big.nbytes / median_s(big.sum, repeats)
+    square = torch.ones(2048, 2048)
+    flops_s = 2 * 2048**3 / median_s(lambda: square @ square, repeats)
+    return f"memory_gb_s={bytes_s / 1e9:.1f} matmul_gflop_s={flops_s / 1e9:.0f}"
+
+
+def measure_one_row(model: nn.Module, repeats: int) -> str:
+    weights = [
+        (layer.weight if isinstance(layer, Conv1D) else layer.weight.t()).contiguous()
+        for layer in model.modules()
+        if isinstance(layer, (nn.Linear, Conv1D))
+    ]
+    rows = [torch.randn(1, weight.shape[0]) for weight in weights]
+    seconds = median_s(lambda: [x @ weight for x, weight in zip(rows, weights, strict=True)], repeats)
+    return f"one_row_tok_s={1 / seconds:.1f}"
+
+
+def measure_products(layers: list[nn.Module], sizes: list[int], batch: int, repeats: int) -> str:
+    rows = [torch.randn(batch, size) for size in sizes]
+    seconds = median_s(lambda: [layer(x) for layer, x in zip(layers, rows, strict=True)], repeats)
+    return f"batch={batch} products_tok_s={batch / seconds:.1f}"
+
+
 @torch.inference_mode()
 def main() -> None:
     args = parse_args(__doc__)
     torch.set_num_threads(args.threads)
     repeats = 5 * args.repeats
-
-    big = torch.ones(2**26)  # 256 MiB, beyond any processor's cache
-    seconds = median_s(big.sum, repeats)
-    square = torch.ones(2048, 2048)
-    flops_s = 2 * 2048**3 / median_s(lambda: square @ square, repeats)
-    print(f"memory_gb_s={big.nbytes / seconds / 1e9:.1f} matmul_gflop_s={flops_s / 1e9:.0f}", flush=True)
-    del big, square
-
+    print(measure_machine(repeats), flush=True)
     model = load_model(args.model).model
-    input_major = [
-        (layer.weight if isinstance(layer, Conv1D) else layer.weight.t()).contiguous()
-        for layer in model.modules()
-        if isinstance(layer, (nn.Linear, Conv1D))
-    ]
-    rows = [torch.randn(1, weight.shape[0]) for weight in input_major]
-    seconds = median_s(lambda: [x @ weight for x, weight in zip(rows, input_major, strict=True)], repeats)
-    print(f"one_row_tok_s={1 / seconds:.1f}", flush=True)
-    del input_major
+    print(measure_one_row(model, repeats), flush=True)
 
-    names = [name for name, layer in model.named_modules() if isinstance(layer, (nn.Linear, Conv1D))]
+    linear = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, (nn.Linear, Conv1D))]
+    names = [name for name, _ in linear]
+    sizes = [layer.weight.shape[0 if isinstance(layer, Conv1D) else 1] for _, layer in linear]
+    del linear
     pack_weights(model)
     layers = [model.get_submodule(name) for name in names]
-    sizes = [layer.in_features if hasattr(layer, "in_features") else layer.weight.shape[0] for layer in layers]
     for batch in args.batch:
-        rows = [torch.randn(batch, size) for size in sizes]
-        seconds = median_s(lambda rows=rows: [layer(x) for layer, x in zip(layers, rows, strict=True)], repeats)
-        print(f"batch={batch} products_tok_s={batch / seconds:.1f}", flush=True)
+        print(measure_products(layers, sizes, batch, repeats), flush=True)
 
 
 if __name__ == "__main__":

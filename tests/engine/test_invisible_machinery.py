@@ -13,12 +13,24 @@ from engine_helpers import VOCAB, LogitsRecorder, cdiv, make_engine, plain_logit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from minivllm.attention import cpu_decode
 from minivllm.core import KVCacheManager
+from minivllm.models.packed_linear import pack_weights
+from minivllm.models.traced import trace_pieces
 from minivllm.sampling_params import SamplingParams
 
 MAX_MODEL_LEN = 64
 TOLERANCE = 1e-4
 MODELS = {family: random_model(family) for family in ("gpt2", "llama")}
+
+
+def prepare(model: torch.nn.Module) -> torch.nn.Module:
+    """As `LLM` does it, but with all layers packed: these are smaller than any that it would pack."""
+    pack_weights(model, min_bytes=0)
+    return trace_pieces(model)
+
+
+PREPARED = {family: prepare(random_model(family)[0]) for family in MODELS}
 
 
 @st.composite
@@ -61,14 +73,22 @@ def workloads(draw):
                 "abort": draw(st.sampled_from([None, None, None, 0, 2, 5, 11])),
             }
         )
-    return draw(st.sampled_from(["gpt2", "llama"])), settings, requests
+    # Packed and traced, or as it was built; attention in tiles of 4 tokens, or one for each request.
+    form = {"prepared": draw(st.booleans()), "tile": draw(st.sampled_from([4, 64]))}
+    return draw(st.sampled_from(["gpt2", "llama"])), form, settings, requests
 
 
 def run_workload(workload) -> set[str]:
     """Run one workload with every check; the kinds of event that it contained."""
-    family, config, requests = workload
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_decode, "TILE", workload[1]["tile"])
+        return _run_workload(*workload)
+
+
+def _run_workload(family: str, form: dict, config: dict, requests: list[dict]) -> set[str]:
     model, model_config = MODELS[family]
-    engine = make_engine(model, model_config, max_model_len=MAX_MODEL_LEN, **config)
+    served = PREPARED[family] if form["prepared"] else model
+    engine = make_engine(served, model_config, max_model_len=MAX_MODEL_LEN, **config)
     recorder = LogitsRecorder(engine)
     finished, aborted = {}, set()
     step = 0

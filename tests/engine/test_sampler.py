@@ -10,7 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.executor.sampler import apply_penalties, apply_top_k_top_p, sample, top_logprobs, uniform
+from minivllm.executor.sampler import (
+    apply_penalties,
+    apply_top_k_top_p,
+    first_largest,
+    sample,
+    top_logprobs,
+    uniform,
+)
 from minivllm.request import Request
 from minivllm.sampling_params import SamplingParams
 
@@ -40,6 +47,32 @@ def test_greedy_is_argmax():
     x = logits(n=5)
     tokens, reported = sample(x.clone(), [request(str(i), temperature=0) for i in range(5)])
     assert tokens == x.argmax(-1).tolist() and reported == {}
+
+
+@pytest.mark.parametrize("num_tokens", [300, 4096, 4097, 5119, 50257])
+@pytest.mark.parametrize("num_rows", [1, 7])
+def test_the_first_of_equal_logits_is_greedy(num_tokens, num_rows):
+    generator = torch.Generator().manual_seed(num_tokens)
+    for values in (3, 1000):
+        x = torch.randint(values, (num_rows, num_tokens), generator=generator).float()
+        x[0, -1] = values + 1  # the very last, behind the whole pieces
+        first = [(row == row.max()).nonzero()[0].item() for row in x]
+        assert first_largest(x).tolist() == first
+
+
+def test_masks_and_biases_of_different_rows():
+    x = torch.zeros(4, V)
+    requests = [
+        request("masked", eos=3, stop=(4,), min_tokens=2),
+        request("past its minimum", output=(1, 1), eos=3, stop=(4,), min_tokens=2, logit_bias={3: 1.0}),
+        request("biased", logit_bias={5: 2.0, 6: -1.0}),
+        request("plain", temperature=0),
+    ]
+    sample(x, requests)
+    assert x[0].isneginf().nonzero().flatten().tolist() == [3, 4] and x[0].isfinite().sum() == V - 2
+    assert x[1].tolist() == [0, 0, 0, 1] + [0] * (V - 4)
+    assert x[2].tolist() == [0] * 5 + [2, -1] + [0] * (V - 7)
+    assert not x[3].any()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

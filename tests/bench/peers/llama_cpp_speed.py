@@ -22,7 +22,7 @@ class Engine:
         params.n_ctx = num_sequences * length
         params.n_batch = params.n_ubatch = 512
         params.n_seq_max = num_sequences
-        params.kv_unified = True
+        params.kv_unified = False  # a cache per sequence: in a common one, each attends over all and throws away
         params.n_threads = params.n_threads_batch = threads
         params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
         self.context = llama_cpp.llama_init_from_model(self.model, params)
@@ -45,7 +45,7 @@ class Engine:
         logits = llama_cpp.llama_get_logits_ith(self.context, i)
         return int(np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
 
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> Iterator[None]:
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> Iterator[int]:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
         entries = [
             (token, position, sequence, position == len(prompt) - 1)
@@ -57,7 +57,7 @@ class Engine:
             chunk = entries[start : start + 512]
             self._decode(chunk)
             last.update((entry[2], self._argmax(i)) for i, entry in enumerate(chunk) if entry[3])
-        yield
+        yield len(prompts)
         for step in range(num_tokens - 1):
             self._decode([(last[s], len(prompt) + step, s, True) for s, prompt in enumerate(prompts)])
             last = {s: self._argmax(s) for s in range(len(prompts))}

@@ -32,31 +32,31 @@ def make_prompts(batch: int, length: int, vocab_size: int, run: int) -> list[lis
 
 
 def measure(
-    args: argparse.Namespace, vocab_size: int, generate: Callable[[list[list[int]], int], Iterator[None]]
+    args: argparse.Namespace, vocab_size: int, generate: Callable[[list[list[int]], int], Iterator[int]]
 ) -> None:
     """Run `generate(prompts, num_tokens)` for each batch size and print the medians.
 
-    It yields as soon as every request has its first token, and then ends when all have `num_tokens`: the first
-    interval is the prefill, the second the decoding of `num_tokens - 1` more.
+    It yields as soon as every request has its first token, with the number of tokens that there are by then (a prompt
+    that was finished early has several), and ends when all have `num_tokens`. The first interval is the prefill, the
+    second the decoding of the rest.
     """
     for batch in args.batch:
         # Once with few tokens and not counted: engines prepare for a batch size when they first see it.
-        for _ in generate(make_prompts(batch, min(args.prompt, 32), vocab_size, -1), 3):
+        for _ in generate(make_prompts(batch, min(args.prompt, 128), vocab_size, -1), 3):
             pass
         runs = []
         for run in range(args.repeats):
             prompts = make_prompts(batch, args.prompt, vocab_size, run)
             start = time.perf_counter()
             steps = generate(prompts, args.output)
-            next(steps)
+            num_first = next(steps)
             first = time.perf_counter()
             for _ in steps:
                 pass
-            runs.append((first - start, time.perf_counter() - first))
-        prefill_s, decode_s = (sorted(values)[len(values) // 2] for values in zip(*runs, strict=True))
+            decode_s = time.perf_counter() - first
+            runs.append((batch * args.prompt / (first - start), (batch * args.output - num_first) / decode_s))
+        prefill, decode = (sorted(values)[len(values) // 2] for values in zip(*runs, strict=True))
         print(
-            f"batch={batch} prefill_tok_s={batch * args.prompt / prefill_s:.1f} "
-            f"decode_tok_s={batch * (args.output - 1) / decode_s:.1f} "
-            f"step_ms={decode_s / (args.output - 1) * 1e3:.2f}",
+            f"batch={batch} prefill_tok_s={prefill:.1f} decode_tok_s={decode:.1f} step_ms={batch / decode * 1e3:.2f}",
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""vLLM on a CPU, in one process, eager, float32, through its engine's step loop."""
+"""vLLM on a CPU, in one process, eager (compiling takes minutes), float32, through its engine's step loop."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def main() -> None:
         HF_HUB_OFFLINE="1",
     )
     from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
 
     llm = LLM(
         args.model,
@@ -35,14 +36,23 @@ def main() -> None:
     engine = llm.llm_engine
     numbers = iter(range(10**9))
 
-    def generate(prompts: list[list[int]], num_tokens: int) -> Iterator[None]:
-        params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, detokenize=False)
+    def generate(prompts: list[list[int]], num_tokens: int) -> Iterator[int]:
+        params = SamplingParams(
+            max_tokens=num_tokens,
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
         for prompt in prompts:
             engine.add_request(str(next(numbers)), TokensPrompt(prompt_token_ids=prompt), params)
         started: set[str] = set()
+        num_first = 0
         while len(started) < len(prompts):
-            started.update(output.request_id for output in engine.step() if output.outputs[0].token_ids)
-        yield
+            for output in engine.step():
+                num_first += len(output.outputs[0].token_ids)
+                started.add(output.request_id)
+        yield num_first
         while engine.has_unfinished_requests():
             engine.step()
 

@@ -1,0 +1,65 @@
+"""Packed linear layers: the same results, the same memory, and nothing where they cannot work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checkpoints import our_logits, token_ids
+from torch import nn
+
+from minivllm.model_config import ModelConfig
+from minivllm.models import packed_linear
+from minivllm.models.layers import Conv1D
+from minivllm.models.packed_linear import PackedLinear, can_pack, pack_weights
+from minivllm.models.weights import load_model
+
+pytestmark = pytest.mark.skipif(not can_pack(torch.zeros(1)), reason="this PyTorch cannot pack")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 33, 257, 1025])
+@pytest.mark.parametrize(("out_features", "in_features"), [(960, 576), (576, 1536), (1000, 37), (1, 1), (3, 700)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_within_1e5_of_plain(rows, out_features, in_features, bias):
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, in_features, generator=generator)
+    weight = torch.randn(out_features, in_features, generator=generator)
+    b = torch.randn(out_features, generator=generator) if bias else None
+    expected = F.linear(x, weight, b)
+    out = PackedLinear(weight, b)(x)
+    assert out.shape == expected.shape and out.dtype == torch.float32
+    assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def gpt2_config(**changes) -> ModelConfig:
+    sizes = {"vocab_size": 99, "n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 4}
+    return ModelConfig.from_hf({"model_type": "gpt2"} | sizes | changes)
+
+
+def test_a_whole_model():
+    model = load_model(gpt2_config()).model
+    expected = our_logits(model, token_ids())
+    embedding = model.wte.weight
+    assert pack_weights(model, min_bytes=0) == 2 * 4 + 1
+    assert not any(isinstance(layer, (nn.Linear, Conv1D)) for layer in model.modules())
+    assert model.wte.weight is embedding  # tied to the output matrix, which is a packed copy now
+    assert (our_logits(model, token_ids()) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert pack_weights(model, min_bytes=0) == 0  # nothing is left to do
+
+
+def test_small_layers_stay():
+    model = load_model(gpt2_config(vocab_size=8192)).model  # 1.5 MiB of embedding, and layers of a few KiB
+    assert pack_weights(model) == 1 and isinstance(model.lm_head, PackedLinear)
+
+
+@pytest.mark.parametrize("why", ["bfloat16", "no oneDNN", "no operator", "wrong results"])
+def test_nothing_changes_where_it_cannot_work(why, monkeypatch):
+    model = load_model(gpt2_config(), dtype="bfloat16" if why == "bfloat16" else "float32").model
+    if why == "no oneDNN":
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    elif why == "no operator":
+        monkeypatch.setattr(packed_linear, "PackedLinear", lambda *_: torch.ops.mkldnn.no_such_operator)
+    elif why == "wrong results":
+        monkeypatch.setattr(packed_linear, "PackedLinear", lambda weight, bias: lambda x: F.linear(x, weight))
+    before = list(model.modules())
+    assert pack_weights(model, min_bytes=0) == 0 and list(model.modules()) == before

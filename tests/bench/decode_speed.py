@@ -31,15 +31,16 @@ def main() -> None:
     def generate(prompts: list[list[int]], num_tokens: int) -> Iterator[int]:
         params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
         first = engine.num_generation_tokens
-        waiting = set()
+        waiting = {}  # request id -> tokens of its prompt, until they are computed
         for prompt in prompts:
             request_id = str(next(numbers))
             engine.add_request(request_id, prompt, params, output_kind="final_only")
-            waiting.add(request_id)
+            waiting[request_id] = len(prompt)
         while waiting:
             engine.step()
-            event = engine.event_log[-1]
-            waiting -= {request_id for request_id, computed in event.computed.items() if computed >= args.prompt}
+            for request_id, computed in engine.event_log[-1].computed.items():
+                if computed >= waiting.get(request_id, 0):
+                    waiting.pop(request_id, None)
         yield engine.num_generation_tokens - first
         while engine.has_unfinished_requests():
             engine.step()

@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minivllm.executor import sampler
 from minivllm.executor.sampler import (
     apply_penalties,
     apply_top_k_top_p,
+    draw,
     first_largest,
     sample,
     top_logprobs,
@@ -73,6 +75,48 @@ def test_masks_and_biases_of_different_rows():
     assert x[1].tolist() == [0, 0, 0, 1] + [0] * (V - 4)
     assert x[2].tolist() == [0] * 5 + [2, -1] + [0] * (V - 7)
     assert not x[3].any()
+
+
+@pytest.mark.parametrize("num_tokens", [5, 256, 1000, 50257])
+def test_draw_inverts_the_running_sum(num_tokens):
+    """Also at both ends, and never a token of probability 0."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    probs = torch.rand(400, num_tokens, generator=generator) ** 4
+    probs[torch.rand(400, num_tokens, generator=generator) < 0.5] = 0
+    probs[:, 1] = 0.1
+    probs /= probs.sum(dim=-1, keepdim=True)
+    u = torch.rand(400, generator=generator, dtype=torch.float64)
+    u[0], u[1] = 0, 1 - 2**-32
+    token = draw(probs, u)
+    assert (probs[range(400), token] > 0).all()
+    running = np.cumsum(probs.double().numpy(), axis=-1)
+    end = running[range(400), token.numpy()]
+    start = end - probs.double().numpy()[range(400), token.numpy()]
+    target = u.numpy() * running[:, -1]
+    assert (start <= target + 1e-12).all() and (target <= end + 1e-12).all()
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"),
+    [(0, 0.9), (0, 0.999999), (50, 1.0), (50, 0.5), (1024, 1.0), (1500, 0.9), (4999, 1.0), (0, 1e-9)],
+)
+@pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
+def test_the_candidates_give_what_a_full_sort_gives(top_k, top_p, spread, monkeypatch):
+    x = torch.randn(3, 5000, generator=torch.Generator().manual_seed(1)) * spread
+    got = apply_top_k_top_p(x, [top_k] * 3, [top_p] * 3)
+    monkeypatch.setattr(sampler, "CANDIDATES", 5000)
+    expected = apply_top_k_top_p(x, [top_k] * 3, [top_p] * 3)
+    differ = (got.isneginf() != expected.isneginf()).sum(dim=-1)
+    assert (differ <= 1).all()  # the running sums round differently: one token on the edge may be in or out
+    both = got.isfinite() & expected.isfinite()
+    assert torch.equal(got[both], expected[both])
+
+
+def test_ties_beyond_the_candidates_stay():
+    x = torch.zeros(2, 5000)
+    x[1, 7] = 1
+    got = apply_top_k_top_p(x, [3, 1], [1.0, 1.0])
+    assert got[0].isfinite().all() and got[1].isfinite().nonzero().flatten().tolist() == [7]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

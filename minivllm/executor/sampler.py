@@ -14,7 +14,7 @@ from minivllm.executor.base import Logprob, PositionLogprobs
 from minivllm.request import Request
 
 PIECE = 256  # numbers of a row that are summed or compared at once
-CANDIDATES = 1024  # the largest logits of a row, among which top-k and top-p usually end
+CANDIDATES = 256  # the largest logits of a row, among which top-k and top-p usually end
 
 
 def uniform(seed: int, position: int) -> float:
@@ -138,11 +138,11 @@ def _sample_random(logits: Tensor, requests: Sequence[Request]) -> Tensor:
 def draw(probs: Tensor, u: Tensor) -> Tensor:
     """Per row of probs [N, V]: the token at which their running sum first exceeds u [N] times their total.
 
-    Summed in float64: with 50,000 or more entries a float32 running sum is off by more than the rare tokens' share.
-    First over pieces of the row, then inside one, which is a tenth of the work of a running sum over all.
+    The running sum is in float64: with 50,000 or more entries one in float32 is off by more than the rare tokens'
+    share. It goes over pieces of the row first and then inside one of them, which is little work.
     """
     pieces = F.pad(probs, (0, -probs.shape[1] % PIECE)).unflatten(1, (-1, PIECE))  # [N, P, PIECE]
-    ends = pieces.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)  # [N, P]
+    ends = pieces.sum(dim=-1).double().cumsum(dim=-1)  # [N, P]
     target = u[:, None] * ends[:, -1:]
     piece = (ends <= target).sum(dim=-1, keepdim=True)  # [N, 1]
     start = F.pad(ends, (1, 0)).gather(1, piece)

@@ -16,7 +16,7 @@ class AttentionMetadata:
     `seq_lens[r]` tokens, all of which are in the cache by the time attention reads: token i of the request lies in
     block `block_tables[r, i // block_size]` at offset `i % block_size`. Unused table entries are 0, the null block.
 
-    query_lens and the plain lists are the same numbers on the host, so that no backend asks the device for them.
+    The plain lists are on the host, so that no backend asks the device for them.
     """
 
     slot_mapping: Tensor  # [T] int64: block_id * block_size + offset of each new token
@@ -25,13 +25,6 @@ class AttentionMetadata:
     seq_lens: list[int]  # R
     # What a backend works out at the first layer for all others; the fields above must not change after that.
     plan: Any = field(default=None, init=False, repr=False, compare=False)
-
-    @property
-    def num_reqs(self) -> int:
-        return len(self.seq_lens)
-
-    def query_len(self, r: int) -> int:
-        return self.query_start_loc[r + 1] - self.query_start_loc[r]
 
 
 class AttentionBackend(Protocol):

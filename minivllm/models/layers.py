@@ -59,7 +59,7 @@ class RMSNorm(nn.Module):
     """Scale the last dimension to unit root mean square, in float32, then back to the input's dtype.
 
     sqrt(mean(x^2) + eps) is the hypotenuse of |x| and sqrt(n eps), over sqrt(n). Written so, it is half as many
-    operations as `F.rms_norm`, which on a CPU also computes in float64: a step has 61 of them in SmolLM2.
+    operations as `F.rms_norm` makes of it on a CPU; a step of SmolLM2 has 61 of these norms.
     """
 
     def __init__(self, size: int, eps: float) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from timing import parse_args
 
+from minivllm.doctor import measure_bandwidth, measure_matmul
 from minivllm.models.layers import Conv1D
 from minivllm.models.packed_linear import pack_weights
 from minivllm.models.weights import load_model
@@ -32,14 +33,6 @@ def median_s(run: Callable[[], object], repeats: int) -> float:
         run()
         times.append(time.perf_counter() - start)
     return sorted(times)[len(times) // 2]
-
-
-def measure_machine(repeats: int) -> str:
-    big = torch.ones(2**26)  # 256 MiB, beyond any processor's cache
-    bytes_s = big.nbytes / median_s(big.sum, repeats)
-    square = torch.ones(2048, 2048)
-    flops_s = 2 * 2048**3 / median_s(lambda: square @ square, repeats)
-    return f"memory_gb_s={bytes_s / 1e9:.1f} matmul_gflop_s={flops_s / 1e9:.0f}"
 
 
 def measure_one_row(model: nn.Module, repeats: int) -> str:
@@ -64,7 +57,7 @@ def main() -> None:
     args = parse_args(__doc__)
     torch.set_num_threads(args.threads)
     repeats = 5 * args.repeats
-    print(measure_machine(repeats), flush=True)
+    print(f"memory_gb_s={measure_bandwidth():.1f} matmul_gflop_s={measure_matmul(size=2048):.0f}", flush=True)
     model = load_model(args.model).model
     print(measure_one_row(model, repeats), flush=True)
 

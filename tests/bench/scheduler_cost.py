@@ -7,16 +7,15 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
-from scheduler_workload import clock, config, parse_args, prompts, report
+from scheduler_workload import config, parse_args, prompts, report, timed_steps
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler import Scheduler, SchedulerOutput
 from minivllm.request import Request
 from minivllm.sampling_params import SamplingParams
 
@@ -27,20 +26,14 @@ def main() -> None:
     cache = {name: settings.pop(name) for name in ("num_blocks", "block_size", "enable_prefix_caching", "watermark")}
     params = SamplingParams(max_tokens=args.output, ignore_eos=True)
 
+    def sample(output: SchedulerOutput) -> list[int | None]:
+        return [7 if request.num_computed_tokens >= request.num_tokens else None for request in output.scheduled]
+
     def run() -> Iterator[tuple[float, int]]:
         scheduler = Scheduler(SchedulerConfig(**settings), CacheConfig(**cache))
         for number, prompt in enumerate(prompts(args)):
             scheduler.add_request(Request(str(number), prompt, params))
-        gc.collect()
-        finished = False
-        while not finished:
-            start = clock()
-            output = scheduler.schedule()
-            scheduled = clock()
-            sampled = [7 if request.num_computed_tokens >= request.num_tokens else None for request in output.scheduled]
-            before_update = clock()
-            finished = scheduler.update_from_output(output, sampled)
-            yield clock() - before_update + scheduled - start, len(output.scheduled)
+        return timed_steps(scheduler, sample)
 
     report(args, run)
 

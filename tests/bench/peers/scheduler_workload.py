@@ -6,9 +6,11 @@ Plain Python, since it also runs in vLLM's environment.
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 
 def parse_args(description: str) -> argparse.Namespace:
@@ -50,6 +52,23 @@ def prompts(args: argparse.Namespace) -> Iterator[list[int]]:
         yield [rng.randrange(50_000) for _ in range(args.prompt)]
 
 
+def timed_steps(scheduler: Any, sample: Callable[[Any], Any]) -> Iterator[tuple[float, int]]:
+    """Step a scheduler of either kind until its first request ends: (s in its two calls, requests) of each step.
+
+    `sample(output)` makes what `update_from_output` takes, and is not timed.
+    """
+    gc.collect()
+    num_requests = len(scheduler.requests)
+    while len(scheduler.requests) == num_requests:
+        start = time.perf_counter()
+        output = scheduler.schedule()
+        scheduled = time.perf_counter()
+        sampled = sample(output)
+        before_update = time.perf_counter()
+        scheduler.update_from_output(output, sampled)
+        yield time.perf_counter() - before_update + scheduled - start, len(output.num_scheduled_tokens)
+
+
 def report(args: argparse.Namespace, run: Callable[[], Iterator[tuple[float, int]]]) -> None:
     """Median over the repeats of total time / (requests x steps); `run` yields (s, requests) of each step."""
     costs = []
@@ -57,6 +76,3 @@ def report(args: argparse.Namespace, run: Callable[[], Iterator[tuple[float, int
         seconds, sequence_steps = (sum(column) for column in zip(*run(), strict=True))
         costs.append(seconds / sequence_steps * 1e6)
     print(f"us_per_sequence_step={sorted(costs)[len(costs) // 2]:.2f}", flush=True)
-
-
-clock = time.perf_counter

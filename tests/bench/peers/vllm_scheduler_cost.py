@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from scheduler_workload import clock, config, parse_args, prompts, report
+from scheduler_workload import config, parse_args, prompts, report, timed_steps
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "parity"))
 from record import make_scheduler  # also sets vLLM's environment
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -33,14 +33,10 @@ def main() -> None:
         }
         for request in requests.values():
             scheduler.add_request(request)
-        gc.collect()
-        finished = False
-        while not finished:
-            start = clock()
-            output = scheduler.schedule()
-            scheduled = clock()
+
+        def sample(output: SchedulerOutput) -> ModelRunnerOutput:
             ids = list(output.num_scheduled_tokens)
-            result = ModelRunnerOutput(
+            return ModelRunnerOutput(
                 req_ids=ids,
                 req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
                 sampled_token_ids=[
@@ -50,10 +46,8 @@ def main() -> None:
                 prompt_logprobs_dict={},
                 pooler_output=[],
             )
-            before_update = clock()
-            scheduler.update_from_output(output, result)
-            yield clock() - before_update + scheduled - start, len(ids)
-            finished = any(requests[i].is_finished() for i in ids)
+
+        return timed_steps(scheduler, sample)
 
     report(args, run)
 

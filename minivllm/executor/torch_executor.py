@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm import host_memory
 from minivllm.attention import AttentionMetadata, get_backend, write_kv
 from minivllm.config import cdiv
 from minivllm.core.scheduler import SchedulerOutput
@@ -19,17 +19,6 @@ from minivllm.request import Request
 
 # Rows of logits that are in memory at once when a whole prompt's are wanted: 256 x 50,000 x 4 bytes = 51 MB.
 LOGITS_CHUNK = 256
-
-
-def allocate_kv_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On a CPU the memory comes from NumPy, which asks Linux for pages of 2 MiB: attention reads blocks from all
-    over the cache, and with pages of 4 KiB it would wait for the page table."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes, line = math.prod(shape) * dtype.itemsize, 64
-    memory = np.zeros(num_bytes + line, np.uint8)
-    start = -memory.ctypes.data % line  # a row of keys should not straddle one more cache line than it needs
-    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
 
 
 class TorchExecutor:
@@ -57,7 +46,7 @@ class TorchExecutor:
         weight = next(model.parameters())
         self.device = weight.device
         shape = (config.num_hidden_layers, 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-        self.kv_cache = allocate_kv_cache(shape, weight.dtype, weight.device)
+        self.kv_cache = host_memory.zeros(shape, weight.dtype, weight.device)
         self.layer_caches = self.kv_cache.unbind(0)
         self.block_tables: dict[str, np.ndarray] = {}
         self.num_blocks_of: dict[str, int] = {}

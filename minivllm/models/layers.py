@@ -65,8 +65,9 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.scale = size**-0.5
-        self.root_eps = torch.tensor(math.sqrt(size * eps), device="cpu")  # a scalar mixes with any device
+        # Tensors, since a recording would convert numbers at each call; without dimensions, they mix with any device.
+        self.scale = torch.tensor(size**-0.5, device="cpu")
+        self.root_eps = torch.tensor(math.sqrt(size * eps), device="cpu")
 
     def forward(self, x: Tensor) -> Tensor:
         x32 = x.float()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from minivllm import host_memory
 from minivllm.model_config import GenerationConfig, ModelConfig
 from minivllm.models.causal_lm import CausalLM
 from minivllm.models.gpt2 import GPT2
@@ -333,19 +334,19 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A model whose parameters are allocated, tied and not filled: no time goes into random numbers."""
+    """A model whose parameters are allocated, tied and not drawn: no time goes into random numbers."""
     model = _skeleton(config)
     _check_memory(model, dtype, device)
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         try:
-            empty = torch.empty(parameter.shape, dtype=dtype, device=device)
-        except RuntimeError:  # torch's allocator, on the CPU; torch.OutOfMemoryError on a GPU is one too
+            tensor = host_memory.zeros(parameter.shape, dtype, device)
+        except (MemoryError, RuntimeError):  # torch's allocator; torch.OutOfMemoryError on a GPU is one too
             raise ValueError(
                 f"not enough free memory on {device} for {name} ({parameter.numel() * dtype.itemsize / 2**30:,.1f} "
                 "GiB): close other programs"
             ) from None
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(empty, requires_grad=False))
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
     model.tie_weights()
     return model.eval()
 

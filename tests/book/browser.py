@@ -98,6 +98,8 @@ def foreign_requests(driver: webdriver.Chrome) -> list[str]:
         if message["method"] in ("Network.requestWillBeSent", "Network.webSocketCreated"):
             url = message["params"].get("request", message["params"])["url"]
             parts = urlsplit(url)
-            if parts.scheme not in ("data", "blob", "about", "chrome") and parts.hostname != HOST:
+            # The browser's own pages, such as the new tab that it starts with, are no part of the site.
+            own = parts.scheme in ("data", "blob", "about") or parts.scheme.startswith("chrome")
+            if not own and parts.hostname != HOST:
                 found.append(url)
     return found

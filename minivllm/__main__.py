@@ -4,23 +4,39 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import minivllm
+from minivllm.commands import add_parsers, run_drill, run_roofline, run_size
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage in front."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help lists what it takes)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. No command prints the help, an unknown one is an error (exit code 2)."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m minivllm", description="A miniature vLLM, and the book that builds it: Inside LLM Inference."
     )
     parser.add_argument("--version", action="version", version=f"minivllm {minivllm.__version__}")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     commands.add_parser("doctor", help="is this machine ready for the book? (exit code 0 only if so)")
+    add_parsers(commands)
     chosen = parser.parse_args(arguments)
     if chosen.command == "doctor":
         from minivllm.doctor import main as doctor
 
         return doctor()
+    if chosen.command in ("size", "roofline", "drill"):
+        try:
+            return {"size": run_size, "roofline": run_roofline, "drill": run_drill}[chosen.command](chosen)
+        except ValueError as error:
+            print(f"minivllm {chosen.command}: {error}", file=sys.stderr)
+            return 2
     parser.print_help()
     return 0
 

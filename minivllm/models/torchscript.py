@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,12 @@ def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return function
 
 
-def trace(module: nn.Module, *inputs: Tensor) -> nn.Module:
-    """`module`, with what it does to `inputs` recorded: for any sizes, but always the same operations.
+def trace(module: nn.Module, *inputs: Tensor) -> Callable[..., Any]:
+    """What `module` does to `inputs`, recorded, as a function: for any sizes, but always the same operations.
 
     Raises what TorchScript raises where that cannot be done.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.jit.trace(module, inputs, check_trace=False)
+        # Its method, without what a Module adds to each call.
+        return torch.jit.trace(module, inputs, check_trace=False).forward

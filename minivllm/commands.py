@@ -1,0 +1,367 @@
+"""`python -m minivllm size`, `roofline` and `drill`: the calculators on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from minivllm.theory.catalog import Device, find_device, find_model
+from minivllm.theory.drills import TOPICS, draw, play
+from minivllm.theory.model_spec import ModelSpec
+from minivllm.theory.plan import Plan, Settings, make_plan, smallest_tp
+from minivllm.theory.quantity import GIB, Quantity, format_bytes
+from minivllm.theory.roofline import (
+    Step,
+    critical_batch,
+    critical_batch_with_kv,
+    decode_step,
+    prefill_step,
+    ridge_point,
+    step_time,
+)
+from minivllm.theory.sizing import WEIGHT_BITS, kv_bytes_per_request
+
+
+def add_parsers(commands: argparse._SubParsersAction) -> None:
+    """Add both commands to the program's parser."""
+    size = commands.add_parser(
+        "size", help="how many requests of a model fit on a GPU, and what limits them", description=_SIZE
+    )
+    _add_model_and_gpu(size)
+    size.add_argument(
+        "--context", type=_count, help="tokens of a request, prompt and output (default: the model's most)"
+    )
+    size.add_argument("--concurrency", type=_count, help="requests wanted at the same time")
+    size.add_argument("--pp", type=_count, default=1, help="pipeline stages (default 1)")
+    size.add_argument("--gpu-memory-utilization", type=_number, default=0.92, help="share of the memory (default 0.92)")
+    size.add_argument("--block-size", type=_count, default=16, help="tokens of a KV block (default 16)")
+    size.add_argument("--max-num-seqs", type=_count, help="default: vllm serve's, 256 or 1,024 by GPU")
+    size.add_argument("--max-num-batched-tokens", type=_count, help="default: vllm serve's, 2,048 or 8,192 by GPU")
+    size.add_argument("--weights-gib", type=_number, help="size of the checkpoint, where it is known")
+    size.add_argument("--activation-gib", type=_number, help="activation peak, where vLLM's log shows it")
+    size.add_argument("--other-gib", type=_number, default=0.5, help="CUDA context, NCCL, graphs (assumed: 0.5)")
+
+    roofline = commands.add_parser(
+        "roofline", help="how fast prefill and decode can be at best, and what bounds them", description=_ROOFLINE
+    )
+    _add_model_and_gpu(roofline)
+    roofline.add_argument("--context", type=_count, default=4096, help="tokens of each request (default 4096)")
+    roofline.add_argument("--batch", type=_count, nargs="+", default=[1, 8, 32, 128, 256], help="decode batch sizes")
+    roofline.add_argument("--compute-efficiency", type=_number, default=1.0, help="reached share of the peak FLOP/s")
+    roofline.add_argument("--memory-efficiency", type=_number, default=1.0, help="reached share of the bandwidth")
+    roofline.add_argument("--plot", metavar="FILE", help="write the roofline as a picture (png, svg, pdf)")
+
+    drill = commands.add_parser("drill", help="napkin questions of an interview, with a score", description=_DRILL)
+    drill.add_argument("--topic", help=f"one of {', '.join(TOPICS)} (default: all)")
+    drill.add_argument("--count", type=_count, default=10, help="questions (default 10)")
+    drill.add_argument("--seed", type=int, help="the same seed draws the same questions (default: new ones each time)")
+
+
+_DRILL = (
+    "Answer with a number, with or without a unit: 56, 56 KiB and 57344 B are the same. A wrong answer that comes from "
+    "a well-known mistake is told which; then there is a second try. Nothing gives up, Ctrl-D ends the round."
+)
+_SIZE = (
+    "Weights, KV cache per token, blocks, and the requests that fit. Weights come from the parameter count, "
+    "activations are estimated, the rest is assumed: give --weights-gib and --activation-gib where a log shows them."
+)
+_ROOFLINE = "Lower bounds of prefill and decode from counted operations and bytes, with peak rates from data sheets."
+
+
+def run_size(args: argparse.Namespace) -> int:
+    """ValueError if something cannot be or does not fit."""
+    spec, device = _model(args), find_device(args.gpu)
+    settings = Settings(
+        context=args.context or spec.max_position_embeddings,
+        concurrency=args.concurrency,
+        tp=args.tp,
+        pp=args.pp,
+        kv_dtype=args.kv_dtype,
+        weight_dtype=args.weight_dtype,
+        weight_bytes=None if args.weights_gib is None else args.weights_gib * GIB,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        block_size=args.block_size,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        activation_bytes=None if args.activation_gib is None else args.activation_gib * GIB,
+        other_bytes=args.other_gib * GIB,
+    )
+    plan = make_plan(spec, device, settings)
+    if args.json:
+        print(json.dumps(plan_as_dict(plan), indent=2))
+        return 0
+    print(_table(plan_rows(plan)))
+    if args.explain:
+        for quantity in (plan.per_token, plan.budget, plan.per_request, plan.requests_in_memory):
+            print(f"\n{quantity.explain(depth=0)}")
+    print(f"\nLimit: {plan.limit}.")
+    if not plan.fits:
+        print(f"Ways out: {'; '.join(ways_out(plan))}.")
+    return 0
+
+
+def ways_out(plan: Plan) -> list[str]:
+    """What would make the wanted requests fit, with numbers."""
+    wanted = plan.settings.concurrency or 1
+    found = []
+    if plan.max_num_seqs < wanted:
+        found.append(f"--max-num-seqs {wanted}")
+    smallest = smallest_tp(plan.spec, plan.device, plan.settings)
+    if smallest is not None and smallest > plan.settings.tp:
+        found.append(f"--tp {smallest}")
+    if plan.settings.kv_dtype == "auto":
+        need = kv_bytes_per_request(plan.spec, plan.settings.context, "fp8", plan.settings.tp, plan.settings.pp)
+        if plan.budget // need >= wanted:
+            found.append(f"--kv-dtype fp8 ({int(plan.budget // need):,} requests)")
+    shorter = int(plan.num_tokens // wanted // plan.settings.block_size) * plan.settings.block_size
+    if 0 < shorter < plan.settings.context:
+        found.append(f"--context {shorter}")
+    return found or ["a larger GPU, or a smaller model"]
+
+
+def plan_rows(plan: Plan) -> list[tuple[str, str]]:
+    settings, spec = plan.settings, plan.spec
+    gpus = settings.tp * settings.pp
+    estimated = "given" if settings.activation_bytes is not None else "estimated"
+    reported = "reported by the driver" if plan.device.memory_reported_gib else "as labelled"
+    rows = [
+        ("model", f"{spec.name}: {spec.describe_layers()} layers, {spec.num_heads} heads, {_kv_heads(spec)}"),
+        ("GPUs", f"{gpus} x {plan.device.title}, {plan.device.memory_bytes / GIB:,.2f} GiB each ({reported})"),
+        ("", "on each GPU"),
+        ("weights", format_bytes(plan.weights)),
+        ("activation peak", f"{format_bytes(plan.activation_peak)} ({estimated})"),
+        ("other", f"{format_bytes(settings.other_bytes)} (assumed)"),
+        ("KV budget", f"{format_bytes(plan.budget)} at {settings.gpu_memory_utilization:g} of the memory"),
+        ("KV per token", format_bytes(plan.per_token)),
+        ("", "on the server"),
+        ("KV per request", f"{format_bytes(plan.per_request)} per GPU for {settings.context:,} tokens"),
+    ]
+    if _keeps_every_token(spec):
+        rows += [
+            ("blocks", f"{plan.num_blocks:,} of {settings.block_size} tokens"),
+            ("KV tokens", f"{plan.num_tokens:,}"),
+        ]
+    rows += [
+        ("concurrency", f"{plan.max_concurrency:,.2f} requests of {settings.context:,} tokens"),
+        ("requests at once", f"{plan.requests_at_once:,} (max_num_seqs {plan.max_num_seqs:,})"),
+        ("longest context", f"{plan.longest_context:,} tokens for one request"),
+    ]
+    return rows
+
+
+def plan_as_dict(plan: Plan) -> dict[str, Any]:
+    """The plan for machines: bytes and counts, with the units in the names."""
+    return {
+        "model": plan.spec.name,
+        "gpu": plan.device.name,
+        "tp": plan.settings.tp,
+        "pp": plan.settings.pp,
+        "context_tokens": plan.settings.context,
+        "memory_bytes_per_gpu": plan.device.memory_bytes,
+        "weights_bytes_per_gpu": float(plan.weights),
+        "activation_bytes_per_gpu": float(plan.activation_peak),
+        "other_bytes_per_gpu": plan.settings.other_bytes,
+        "kv_budget_bytes_per_gpu": float(plan.budget),
+        "kv_bytes_per_token_per_gpu": float(plan.per_token),
+        "kv_bytes_per_request_per_gpu": float(plan.per_request),
+        "block_size_tokens": plan.settings.block_size,
+        "num_blocks": plan.num_blocks if _keeps_every_token(plan.spec) else None,
+        "kv_tokens": plan.num_tokens if _keeps_every_token(plan.spec) else None,
+        "max_concurrency_requests": float(plan.max_concurrency),
+        "max_num_seqs": plan.max_num_seqs,
+        "requests_at_once": plan.requests_at_once,
+        "longest_context_tokens": plan.longest_context,
+        "wanted_requests": plan.settings.concurrency,
+        "fits": plan.fits,
+        "limit": plan.limit,
+    }
+
+
+def _keeps_every_token(spec: ModelSpec) -> bool:
+    return set(spec.layer_types) == {"full_attention"}
+
+
+def _kv_heads(spec: ModelSpec) -> str:
+    if spec.latent is not None:
+        return f"one latent of {spec.latent.cached_per_token} elements"
+    return f"{spec.num_kv_heads} KV heads of {spec.head_dim}"
+
+
+def run_drill(args: argparse.Namespace) -> int:
+    """ValueError for an unknown topic."""
+    seed = random.randrange(10**6) if args.seed is None else args.seed
+    drills = draw(args.count, seed, args.topic)
+    print(f"{len(drills)} questions, seed {seed}.")
+    play(drills, ask=input)
+    return 0
+
+
+# --- roofline ------------------------------------------------------------------------------------------------------
+
+
+def run_roofline(args: argparse.Namespace) -> int:
+    """ValueError if something cannot be."""
+    spec, device = _model(args), find_device(args.gpu)
+    if args.context > spec.max_position_embeddings:
+        raise ValueError(
+            f"context {args.context:,} is more than {spec.name} was made for: at most "
+            f"{spec.max_position_embeddings:,} tokens (max_position_embeddings)"
+        )
+    flop_s = device.flop_s(spec.dtype) * args.compute_efficiency
+    bytes_s = device.bandwidth * args.memory_efficiency
+    options = {"weight_dtype": args.weight_dtype, "kv_dtype": args.kv_dtype, "tp": args.tp}
+    steps = [("prefill", 1, prefill_step(spec, args.context, **options))]
+    steps += [("decode", batch, decode_step(spec, batch, args.context, **options)) for batch in args.batch]
+    rows = [_roofline_row(args, device, *step) for step in steps]
+    ridge = ridge_point(flop_s, bytes_s)
+    one = decode_step(spec, 1, args.context, **options)
+    per_token = one.parts["projections"].flops + one.parts["lm_head"].flops
+    weights = one.parts["projections"].bytes + one.parts["lm_head"].bytes
+    alone = critical_batch(flop_s, bytes_s, 2 * weights / per_token)
+    with_kv = critical_batch_with_kv(
+        flop_s, bytes_s, weights, per_token + one.parts["attention"].flops, one.parts["attention"].bytes
+    )
+    if args.json:
+        result = {
+            "model": spec.name,
+            "gpu": device.name,
+            "tp": args.tp,
+            "context_tokens": args.context,
+            "ridge_flop_per_byte": float(ridge),
+            "critical_batch_weights_only": float(alone),
+            "critical_batch_with_kv_reads": float(with_kv) if math.isfinite(with_kv) else None,
+            "steps": rows,
+        }
+        print(json.dumps(result, indent=2))
+    else:
+        _print_roofline(spec, device, args, rows, ridge, alone, with_kv)
+    if args.plot:
+        _plot(args.plot, spec, device, steps, flop_s, bytes_s)
+    return 0
+
+
+def _roofline_row(args: argparse.Namespace, device: Device, phase: str, batch: int, step: Step) -> dict[str, Any]:
+    link = None if device.interconnect_gb_s is None else device.interconnect_gb_s * 1e9
+    time = step_time(
+        step,
+        device.flop_s(_model(args).dtype),
+        device.bandwidth,
+        compute_efficiency=args.compute_efficiency,
+        memory_efficiency=args.memory_efficiency,
+        link_bytes_s=link,
+        tp=args.tp,
+    )
+    tokens = step.num_tokens if phase == "prefill" else batch
+    return {
+        "phase": phase,
+        "batch": batch,
+        "flops": float(step.flops),
+        "bytes": float(step.bytes),
+        "intensity_flop_per_byte": float(step.intensity),
+        "step_s": float(time.seconds),
+        "all_reduce_s": time.all_reduce_s,
+        "tokens_per_s": tokens / time.seconds,
+        "bound": time.bound,
+    }
+
+
+def _print_roofline(
+    spec: ModelSpec,
+    device: Device,
+    args: argparse.Namespace,
+    rows: list[dict[str, Any]],
+    ridge: Quantity,
+    alone: Quantity,
+    with_kv: Quantity,
+) -> None:
+    print(f"{spec.name} on {args.tp} x {device.title}, {args.context:,} tokens per request; at best:\n")
+    header = ("", "batch", "FLOP/B", "ms", "tokens/s", "bound by")
+    table = [header] + [
+        (
+            row["phase"],
+            f"{row['batch']:,}",
+            f"{row['intensity_flop_per_byte']:.1f}",
+            f"{1e3 * row['step_s']:,.2f}",
+            f"{row['tokens_per_s']:,.0f}",
+            row["bound"],
+        )
+        for row in rows
+    ]
+    print(_columns(table))
+    limit = f"{with_kv:,.0f}" if math.isfinite(with_kv) else "none: KV reads take longer than the computing they serve"
+    print(
+        f"\nridge point: {ridge:.0f} FLOP/B; critical batch: {alone:,.0f} by weights alone; with KV reads at this "
+        f"context: {limit}"
+    )
+    if args.explain:
+        print(f"\n{ridge.explain()}\n\n{alone.explain(0)}\n\n{with_kv.explain(0)}")
+
+
+def _plot(
+    path: str, spec: ModelSpec, device: Device, steps: list[tuple[str, int, Step]], flop_s: float, bytes_s: float
+) -> None:
+    from minivllm.viz.roofline import roofline_figure
+
+    points = {f"{phase} {batch}": step for phase, batch, step in steps}
+    figure = roofline_figure(flop_s, bytes_s, points, title=f"{spec.name} on {device.title}")
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the picture cannot be written to {path}: {error}") from None
+
+
+# --- Shared --------------------------------------------------------------------------------------------------------
+
+
+def _add_model_and_gpu(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="a name from the catalogue, or a hub id that is in it")
+    parser.add_argument("--config", metavar="PATH", help="instead of --model: a config.json, or the folder it is in")
+    parser.add_argument("--gpu", required=True, help="a name from the catalogue, such as h100-sxm")
+    parser.add_argument("--tp", type=_count, default=1, help="GPUs that share every layer (default 1)")
+    parser.add_argument("--kv-dtype", default="auto", help="auto, fp8, int8, int4, q8_0 ... (default: the model's)")
+    parser.add_argument("--weight-dtype", default="auto", help=f"auto, {', '.join(WEIGHT_BITS)}")
+    parser.add_argument("--json", action="store_true", help="print JSON, with units in the names")
+    parser.add_argument("--explain", action="store_true", help="also print the formulas with their terms filled in")
+
+
+def _model(args: argparse.Namespace) -> ModelSpec:
+    if (args.model is None) == (args.config is None):
+        raise ValueError("give either --model NAME or --config PATH")
+    return find_model(args.model) if args.config is None else ModelSpec.from_file(Path(args.config))
+
+
+def _parser_of(kind: Callable[[str], Any], what: str) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text.replace("_", ""))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+        if not value > 0 or not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {what}")
+        return value
+
+    return parse
+
+
+_count = _parser_of(int, "a whole number of at least 1")
+_number = _parser_of(float, "a positive number")
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" if name else f"\n{text}:" for name, text in rows)
+
+
+def _columns(rows: list[tuple[str, ...]]) -> str:
+    """Numbers to the right; the first column and the last are words."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *numbers, last in rows:
+        cells = [cell.rjust(width) for cell, width in zip(numbers, widths[1:-1], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells, last]))
+    return "\n".join(lines)

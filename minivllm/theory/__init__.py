@@ -1,0 +1,12 @@
+"""Formulas of LLM inference, with units, and the data behind them: how much memory, and how fast at best.
+
+Standard library only, so that it runs wherever Python does. `catalog` knows models and devices by name, `ModelSpec`
+is what a config.json says about sizes, `sizing` turns memory into tokens, `roofline` operations and bytes into time.
+What they return is a `Quantity`: a number that can say how it came about.
+"""
+
+from minivllm.theory.catalog import Device, find_device, find_model, list_devices, list_models
+from minivllm.theory.model_spec import ModelSpec
+from minivllm.theory.quantity import GB, GIB, Quantity
+
+__all__ = ["GB", "GIB", "Device", "ModelSpec", "Quantity", "find_device", "find_model", "list_devices", "list_models"]

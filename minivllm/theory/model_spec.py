@@ -1,0 +1,434 @@
+"""What a config.json says about a model's sizes: enough to count its parameters, its operations and its cache.
+
+Unlike `minivllm.model_config`, which describes models that this engine runs, this reads any decoder: mixtures of
+experts, latent attention, sliding windows, linear attention. Names of the fields are Hugging Face's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minivllm.config import require_int
+from minivllm.theory.quantity import Quantity
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """MLA (DeepSeek-V2, arXiv:2405.04434): all heads share one compressed vector and one rotary key per token."""
+
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None
+
+    @property
+    def cached_per_token(self) -> int:
+        """Elements that a layer caches per token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """The state that a linear-attention layer keeps per request, whatever its length (Gated DeltaNet)."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
+
+    @property
+    def recurrent_elements(self) -> int:
+        return self.num_value_heads * self.key_head_dim * self.value_head_dim
+
+    @property
+    def conv_elements(self) -> int:
+        return (self.conv_kernel - 1) * self.conv_channels
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: `experts_per_token` of `num_experts` run for each token, and the shared ones for all."""
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int  # intermediate size of one expert
+    shared_size: int  # of all shared experts together, 0 for none
+    num_layers: int  # layers that have experts; the others have a plain MLP
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Sizes of a decoder-only model. Counts are whole; `head_dim` is the config's where it names one."""
+
+    name: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position_embeddings: int
+    dtype: str
+    tie_word_embeddings: bool
+    layer_types: tuple[str, ...]
+    sliding_window: int | None = None
+    latent: LatentAttention | None = None
+    linear: LinearAttention | None = None
+    experts: Experts | None = None
+    gated_mlp: bool = True
+    learned_positions: int = 0
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    qk_norm: bool = False
+    norms_per_layer: int = 2
+    norm_bias: bool = False
+    attention_sinks: bool = False
+    is_known: bool = True  # False: counted as if it were a Llama, since its model_type is not one of those known here
+    published_parameters: int | None = None
+    published_active_parameters: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            require_int(name, getattr(self, name), 1)
+        if self.latent is None and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.name}: num_attention_heads ({self.num_heads}) is not a multiple of num_key_value_heads "
+                f"({self.num_kv_heads})"
+            )
+        if len(self.layer_types) != self.num_layers:
+            raise ValueError(
+                f"{self.name}: layer_types names {len(self.layer_types)} layers, num_hidden_layers {self.num_layers}"
+            )
+        unknown = set(self.layer_types) - {FULL, SLIDING, LINEAR}
+        if unknown:
+            raise ValueError(
+                f"{self.name}: layer_types has {', '.join(map(repr, sorted(unknown)))}; known: {FULL}, {SLIDING}, "
+                f"{LINEAR}"
+            )
+        if SLIDING in self.layer_types and not self.sliding_window:
+            raise ValueError(f"{self.name}: layer_types has {SLIDING}, but the config names no sliding_window")
+        if LINEAR in self.layer_types and self.linear is None:
+            raise ValueError(f"{self.name}: layer_types has {LINEAR}, but the config names no linear_* sizes")
+
+    # --- Reading ---
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> ModelSpec:
+        """Read a config.json, or the one in a folder. ValueError if it cannot be read or lacks a size."""
+        path = Path(path)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from None
+        if not isinstance(config, dict):
+            raise ValueError(f"{path} holds a {type(config).__name__}, expected an object with the model's sizes")
+        try:
+            return cls.from_hf(config, name=path.parent.name or path.name)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], name: str = "") -> ModelSpec:
+        """Read the content of a Hugging Face config.json. ValueError if a size is missing or makes no sense."""
+        text = config.get("text_config")
+        if isinstance(text, Mapping):  # a vision-language model: its decoder
+            config = {**{key: config[key] for key in ("tie_word_embeddings", "torch_dtype") if key in config}, **text}
+        return cls(**_read(config, name or str(config.get("_name_or_path") or config.get("model_type") or "model")))
+
+    # --- Counting ---
+
+    @property
+    def parameters(self) -> Quantity:
+        """All parameters of the decoder, by part."""
+        head = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        head += self.vocab_size if self.head_bias else 0
+        return Quantity(
+            self.embedding_parameters + self.attention_parameters + self.mlp_parameters + self._norms + head,
+            "",
+            "parameters",
+            "embedding + attention + MLP + norms + output_head",
+            {
+                "embedding": self.embedding_parameters,
+                "attention": self.attention_parameters,
+                "MLP": self.mlp_parameters,
+                "norms": self._norms,
+                "output_head": head,
+            },
+        )
+
+    @property
+    def active_parameters(self) -> Quantity:
+        """Those that one token's forward pass multiplies with: of the experts, only the ones it is sent to."""
+        idle = 0
+        if self.experts is not None:
+            unused = self.experts.num_experts - self.experts.experts_per_token
+            idle = self.experts.num_layers * unused * self.one_mlp(self.experts.expert_size)
+        return Quantity(
+            self.parameters - idle,
+            "",
+            "active parameters",
+            "parameters - idle_experts",
+            {"parameters": self.parameters, "idle_experts": idle},
+        )
+
+    @property
+    def embedding_parameters(self) -> int:
+        return (self.vocab_size + self.learned_positions) * self.hidden_size
+
+    @property
+    def head_parameters(self) -> int:
+        """The matrix that makes logits, whether or not it is also the embedding."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def attention_parameters(self) -> int:
+        """The projections around attention, all layers."""
+        num_linear = self.layer_types.count(LINEAR)
+        total = (self.num_layers - num_linear) * self._one_attention()
+        if self.linear is not None:
+            values = self.linear.num_value_heads * self.linear.value_head_dim
+            one = self.hidden_size * (self.linear.conv_channels + 2 * values + 2 * self.linear.num_value_heads)
+            total += num_linear * (one + self.linear.conv_kernel * self.linear.conv_channels)
+        return total
+
+    @property
+    def mlp_parameters(self) -> int:
+        """The MLPs of all layers, with all experts and their routers."""
+        if self.experts is None:
+            return self.num_layers * self.one_mlp(self.intermediate_size)
+        experts = self.experts
+        one = experts.num_experts * self.one_mlp(experts.expert_size)
+        one += self.hidden_size * experts.num_experts + (experts.num_experts if self.mlp_bias else 0)  # the router
+        one += self.one_mlp(experts.shared_size) if experts.shared_size else 0
+        return experts.num_layers * one + (self.num_layers - experts.num_layers) * self.one_mlp(self.intermediate_size)
+
+    def _one_attention(self) -> int:
+        hidden = self.hidden_size
+        if self.latent is not None:
+            latent = self.latent
+            query = self.num_heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
+            rank = latent.q_lora_rank
+            total = hidden * query if rank is None else rank * (hidden + query) + rank
+            total += hidden * latent.cached_per_token + latent.kv_lora_rank
+            total += latent.kv_lora_rank * self.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+            return total + self.num_heads * latent.v_head_dim * hidden
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        total = hidden * (q_size + 2 * kv_size) + q_size * hidden
+        total += (q_size + 2 * kv_size) if self.qkv_bias else 0
+        total += hidden if self.o_bias else 0
+        total += 2 * self.head_dim if self.qk_norm else 0
+        return total + (self.num_heads if self.attention_sinks else 0)
+
+    def one_mlp(self, size: int) -> int:
+        """Parameters of one MLP, or one expert, with that intermediate size."""
+        matrices = 3 if self.gated_mlp else 2
+        biases = (matrices - 1) * size + self.hidden_size if self.mlp_bias else 0
+        return matrices * self.hidden_size * size + biases
+
+    @property
+    def _norms(self) -> int:
+        return (self.norms_per_layer * self.num_layers + 1) * self.hidden_size * (2 if self.norm_bias else 1)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with keys and values; the others keep a state of fixed size."""
+        return self.num_layers - self.layer_types.count(LINEAR)
+
+    def describe_layers(self) -> str:
+        """E.g. "28 full", "10 full, 50 sliding (1,024)"."""
+        names = {FULL: "full", SLIDING: f"sliding ({self.sliding_window or 0:,})", LINEAR: "linear"}
+        counts = Counter(self.layer_types)
+        return ", ".join(f"{counts[kind]} {names[kind]}" for kind in names if counts[kind])
+
+
+# --- One reader for all, and what the families do differently ----------------------------------------------------
+
+
+def _whole(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+    """The first of `keys` that the config has. A key with null counts as absent, as in transformers."""
+    for key in keys:
+        if config.get(key) is not None:
+            require_int(key, config[key], 0)
+            return int(config[key])
+    if default is None:
+        raise ValueError(f"the config has no {' or '.join(keys)}")
+    return default
+
+
+def _layer_types(config: Mapping[str, Any], num_layers: int, window: int | None) -> tuple[str, ...]:
+    named = config.get("layer_types")
+    if named is not None:
+        if not isinstance(named, Sequence) or isinstance(named, str):
+            raise ValueError(f"layer_types is {named!r:.80}, expected a list with a name for each layer")
+        return tuple(named)
+    model_type = config.get("model_type")
+    if model_type == "qwen3_next":
+        interval = _whole(config, "full_attention_interval", default=4)
+        return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(num_layers))
+    if window is None:
+        return (FULL,) * num_layers
+    # How many layers from one with full attention to the next; 0: none has it.
+    period = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4, "gpt_oss": 2}.get(str(model_type), 0)
+    period = _whole(config, "sliding_window_pattern", "_sliding_window_pattern", default=period)
+    return tuple(FULL if period and (i + 1) % period == 0 else SLIDING for i in range(num_layers))
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    """Tokens that a windowed layer sees; None if the config names none, or one that is switched off."""
+    if config.get("use_sliding_window") is False:
+        return None
+    window = _whole(config, "sliding_window", default=0)
+    return window or None
+
+
+def _experts(config: Mapping[str, Any], num_layers: int, intermediate_size: int) -> Experts | None:
+    num_experts = _whole(config, "num_experts", "n_routed_experts", "num_local_experts", default=0)
+    if num_experts < 2:
+        return None
+    expert_size = _whole(config, "moe_intermediate_size", default=intermediate_size)
+    shared = _whole(config, "shared_expert_intermediate_size", default=0)
+    shared += _whole(config, "n_shared_experts", default=0) * expert_size
+    dense = _whole(config, "first_k_dense_replace", default=0)
+    step = max(1, _whole(config, "decoder_sparse_step", "moe_layer_freq", default=1))
+    only_mlp = set(config.get("mlp_only_layers") or ())
+    with_experts = [i for i in range(dense, num_layers) if (i + 1) % step == 0 and i not in only_mlp]
+    per_token = _whole(config, "num_experts_per_tok", "experts_per_token", default=2)
+    if not 1 <= per_token <= num_experts:
+        raise ValueError(f"num_experts_per_tok is {per_token}, expected 1 to {num_experts}, the number of experts")
+    return Experts(num_experts, per_token, expert_size, shared, len(with_experts))
+
+
+def _latent(config: Mapping[str, Any]) -> LatentAttention | None:
+    rank = _whole(config, "kv_lora_rank", default=0)
+    if not rank:
+        return None
+    return LatentAttention(
+        kv_lora_rank=rank,
+        qk_rope_head_dim=_whole(config, "qk_rope_head_dim", default=64),
+        qk_nope_head_dim=_whole(config, "qk_nope_head_dim", default=128),
+        v_head_dim=_whole(config, "v_head_dim", default=128),
+        q_lora_rank=_whole(config, "q_lora_rank", default=0) or None,
+    )
+
+
+def _linear(config: Mapping[str, Any]) -> LinearAttention | None:
+    heads = _whole(config, "linear_num_value_heads", default=0)
+    if not heads:
+        return None
+    return LinearAttention(
+        num_key_heads=_whole(config, "linear_num_key_heads"),
+        num_value_heads=heads,
+        key_head_dim=_whole(config, "linear_key_head_dim"),
+        value_head_dim=_whole(config, "linear_value_head_dim"),
+        conv_kernel=_whole(config, "linear_conv_kernel_dim"),
+    )
+
+
+def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
+    if config.get("model_type") == "falcon" and not config.get("new_decoder_architecture"):
+        return 1 if config.get("multi_query", True) else num_heads
+    return _whole(config, "num_key_value_heads", "num_kv_heads", default=num_heads)
+
+
+# What a family has that its config does not say, or says under another name.
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "gated_mlp": False, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "norm_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "opt": {
+        "gated_mlp": False, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "norm_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "falcon": {"gated_mlp": False, "norm_bias": True, "norms_per_layer": 1, "tie_word_embeddings": True},
+    "llama": {},
+    "mistral": {},
+    "ministral": {},
+    "mixtral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen2_moe": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "qwen3_moe": {"qk_norm": True},
+    "qwen3_next": {"qk_norm": True},
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {"norms_per_layer": 4, "tie_word_embeddings": True},
+    "gemma3_text": {"norms_per_layer": 4, "qk_norm": True, "tie_word_embeddings": True},
+    "gemma3": {"norms_per_layer": 4, "qk_norm": True, "tie_word_embeddings": True},
+    "phi": {
+        "gated_mlp": False, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "head_bias": True, "norm_bias": True,
+        "norms_per_layer": 1,
+    },
+    "phi3": {},
+    "cohere": {"norms_per_layer": 1, "tie_word_embeddings": True},
+    "cohere2": {"norms_per_layer": 1, "tie_word_embeddings": True},
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+    "gpt_oss": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "attention_sinks": True},
+}  # fmt: skip
+
+
+def _read(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    model_type = str(config.get("model_type", ""))
+    family = _FAMILIES.get(model_type, {})
+    hidden = _whole(config, "hidden_size", "n_embd", "d_model")
+    num_layers = _whole(config, "num_hidden_layers", "n_layer", "num_layers")
+    num_heads = _whole(config, "num_attention_heads", "n_head")
+    if not num_heads:
+        raise ValueError("num_attention_heads is 0")
+    positions = _whole(config, "max_position_embeddings", "n_positions", "seq_length", default=2048)
+    intermediate = _whole(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * hidden)
+    latent = _latent(config)
+    window = _window(config)
+    layer_types = _layer_types(config, num_layers, window)
+    learned = {"gpt2": positions, "opt": positions + 2}.get(model_type, 0)  # OPT's table starts at position 2
+    dtype = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
+    spec = {
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "qkv_bias": bool(config.get("attention_bias", False)),
+        "o_bias": bool(config.get("attention_bias", False)),
+        "mlp_bias": bool(config.get("mlp_bias", False)),
+        "qk_norm": bool(config.get("use_qk_norm", False)),
+    }
+    if "tie_word_embeddings" in family and config.get("tie_word_embeddings") is not None:
+        spec["tie_word_embeddings"] = bool(config["tie_word_embeddings"])
+        family = {key: value for key, value in family.items() if key != "tie_word_embeddings"}
+    return spec | family | {
+        "name": name,
+        "model_type": model_type,
+        "vocab_size": _whole(config, "vocab_size"),
+        "hidden_size": hidden,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": _num_kv_heads(config, num_heads),
+        "head_dim": _whole(config, "head_dim", "kv_channels", default=max(1, hidden // num_heads)),
+        "intermediate_size": intermediate,
+        "max_position_embeddings": positions,
+        "dtype": str(dtype).removeprefix("torch."),
+        "layer_types": layer_types,
+        "sliding_window": window,
+        "latent": latent,
+        "linear": _linear(config),
+        "experts": _experts(config, num_layers, intermediate),
+        "learned_positions": learned,
+        "is_known": model_type in _FAMILIES,
+    }  # fmt: skip

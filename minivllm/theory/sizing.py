@@ -1,0 +1,420 @@
+"""From a GPU's memory to tokens: what the weights take, what a token of KV cache takes, how many requests fit.
+
+Bytes are per GPU wherever tensor parallelism (`tp`) or pipeline parallelism (`pp`) is given. GB is 10^9 bytes and GiB
+is 2^30; a plain number of bytes is neither, so convert at the edges: `80 * GB`, `53.6 * GIB` (of `minivllm.theory`).
+
+The rules are those of vLLM 0.30.0 (v1/core/kv_cache_utils.py, v1/kv_cache_interface.py, v1/worker/gpu_worker.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from minivllm.config import cdiv, require_int
+from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec
+from minivllm.theory.quantity import GIB, Quantity, format_bytes
+
+
+@dataclass(frozen=True)
+class KVDtype:
+    """How a cached element is stored: `bits` each, and `scale_bytes` for every `group` of them.
+
+    `group` None is one scale for a whole head's vector (int8 per token and head); 0 bytes of scale is none, or one for
+    the whole tensor (fp8), which is too little to count.
+    """
+
+    bits: int
+    scale_bytes: int = 0
+    group: int | None = None
+
+    def bytes_per_vector(self, size: int) -> float:
+        """Bytes of `size` neighbouring elements, a head's key for example, with their scales."""
+        num_scales = cdiv(size, self.group or size) if self.scale_bytes else 0
+        return size * self.bits / 8 + num_scales * self.scale_bytes
+
+
+KV_DTYPES = {
+    "float32": KVDtype(32),
+    "float16": KVDtype(16),
+    "bfloat16": KVDtype(16),
+    "fp8": KVDtype(8),  # one scale per tensor
+    "int8": KVDtype(8, scale_bytes=4),  # a float32 scale per token and head
+    "int4": KVDtype(4, scale_bytes=4, group=32),  # a float16 scale and zero point for 32 elements, as in KIVI
+    "q8_0": KVDtype(8, scale_bytes=2, group=32),  # llama.cpp's blocks of 32 with a float16 scale
+    "q4_0": KVDtype(4, scale_bytes=2, group=32),
+}
+_ALIASES = {"fp16": "float16", "bf16": "bfloat16", "half": "float16", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8"}
+
+# Bits of a stored weight, with its share of scales and zero points.
+WEIGHT_BITS = {
+    "float32": 32.0,
+    "float16": 16.0,
+    "bfloat16": 16.0,
+    "fp8": 8.0,
+    "int8": 8.0,
+    "int4": 4 + (16 + 4) / 128,  # GPTQ and AWQ: a float16 scale and a 4-bit zero point for 128 weights
+    "mxfp4": 4 + 8 / 32,  # a shared exponent for 32
+    "nvfp4": 4 + 8 / 16,  # an fp8 scale for 16
+}
+
+
+def kv_dtype_named(name: str, spec: ModelSpec) -> KVDtype:
+    """The dtype of that name; "auto" is the model's own. ValueError lists the names."""
+    own = spec.dtype if name == "auto" else name
+    key = _ALIASES.get(own, own)
+    if key not in KV_DTYPES:
+        raise ValueError(f"KV dtype {own!r} is unknown; known: auto, {', '.join(KV_DTYPES)}")
+    return KV_DTYPES[key]
+
+
+def check_parallel(spec: ModelSpec, tp: int, pp: int = 1) -> None:
+    """ValueError if the model cannot be cut so: heads must divide, and every stage needs a layer."""
+    require_int("tp", tp, 1)
+    require_int("pp", pp, 1)
+    if spec.num_heads % tp:
+        fits = [str(n) for n in range(1, spec.num_heads + 1) if spec.num_heads % n == 0 and _kv_heads_fit(spec, n)]
+        raise ValueError(
+            f"{spec.name} has {spec.num_heads} attention heads, which {tp} GPUs cannot share evenly; tp can be "
+            f"{', '.join(fits)}"
+        )
+    if not _kv_heads_fit(spec, tp):
+        raise ValueError(
+            f"{spec.name} has {spec.num_kv_heads} KV heads: tp must divide them or be a multiple of them, and {tp} is "
+            "neither"
+        )
+    if pp > spec.num_layers:
+        raise ValueError(f"{spec.name} has {spec.num_layers} layers, too few for pp = {pp} stages")
+
+
+def _kv_heads_fit(spec: ModelSpec, tp: int) -> bool:
+    return spec.latent is not None or spec.num_kv_heads % tp == 0 or tp % spec.num_kv_heads == 0
+
+
+def kv_heads_per_gpu(spec: ModelSpec, tp: int = 1) -> int:
+    """Heads are shared out, and replicated once there are more GPUs than heads."""
+    return max(1, spec.num_kv_heads // tp)
+
+
+def _stage_layers(spec: ModelSpec, pp: int) -> list[str]:
+    """The layers of the pipeline stage that has most of them (its memory is what limits the pool)."""
+    return list(spec.layer_types[: cdiv(spec.num_layers, pp)])
+
+
+# --- The KV cache --------------------------------------------------------------------------------------------------
+
+
+def kv_bytes_per_token_and_layer(spec: ModelSpec, kv_dtype: str = "auto", tp: int = 1) -> Quantity:
+    """Bytes that one attention layer caches for one token, on one GPU."""
+    check_parallel(spec, tp)
+    dtype = kv_dtype_named(kv_dtype, spec)
+    if spec.latent is not None:
+        size = spec.latent.cached_per_token
+        element = dtype.bytes_per_vector(size) / size
+        return Quantity(
+            size * element,
+            "B",
+            "KV cache of a token in a layer",
+            "(kv_lora_rank + rope_head_dim) * bytes_per_element",
+            {
+                "kv_lora_rank": spec.latent.kv_lora_rank,
+                "rope_head_dim": spec.latent.qk_rope_head_dim,
+                "bytes_per_element": element,
+            },
+        )
+    heads = kv_heads_per_gpu(spec, tp)
+    element = dtype.bytes_per_vector(spec.head_dim) / spec.head_dim
+    return Quantity(
+        2 * heads * dtype.bytes_per_vector(spec.head_dim),
+        "B",
+        "KV cache of a token in a layer",
+        "2 * KV_heads * head_dim * bytes_per_element",
+        {"KV_heads": heads, "head_dim": spec.head_dim, "bytes_per_element": element},
+    )
+
+
+def kv_bytes_per_token(
+    spec: ModelSpec, kv_dtype: str = "auto", tp: int = 1, pp: int = 1, *, beyond_window: bool = False
+) -> Quantity:
+    """Bytes of KV cache that one more token takes on one GPU: 2 x layers x KV heads x head_dim x bytes.
+
+    Latent attention caches one vector that stands for K and V (no 2) and for all heads (tp does not divide it).
+    `beyond_window` counts only the layers that keep growing once a request is longer than the sliding window.
+    """
+    check_parallel(spec, tp, pp)
+    layers = _stage_layers(spec, pp)
+    count = layers.count(FULL) + (0 if beyond_window else layers.count(SLIDING))
+    one = kv_bytes_per_token_and_layer(spec, kv_dtype, tp)
+    terms = {"layers": count, **one.terms}
+    return Quantity(count * one, "B", "KV cache of a token", _with_layers(one.formula), terms)
+
+
+def _with_layers(formula: str) -> str:
+    return formula.replace("2 *", "2 * layers *", 1) if formula.startswith("2 *") else f"layers * {formula}"
+
+
+def state_bytes(spec: ModelSpec, tp: int = 1, pp: int = 1) -> float:
+    """Bytes that the linear-attention layers keep per request, however long: a float32 matrix per head, and the last
+    inputs of a short convolution in the model's dtype."""
+    if spec.linear is None:
+        return 0
+    element = KV_DTYPES[_ALIASES.get(spec.dtype, spec.dtype)].bits / 8
+    one = (4 * spec.linear.recurrent_elements + element * spec.linear.conv_elements) / tp
+    return _stage_layers(spec, pp).count(LINEAR) * one
+
+
+def kv_bytes_per_request(
+    spec: ModelSpec,
+    num_tokens: int,
+    kv_dtype: str = "auto",
+    tp: int = 1,
+    pp: int = 1,
+    *,
+    block_size: int = 1,
+    max_num_batched_tokens: int = 1,
+) -> Quantity:
+    """Bytes of KV cache of a request of `num_tokens` on one GPU, in whole blocks of `block_size` tokens.
+
+    A windowed layer keeps what the window still reaches: its last `sliding_window` - 1 tokens, and the up to
+    `max_num_batched_tokens` that one step computes. A linear layer keeps a state of fixed size.
+    """
+    require_int("num_tokens", num_tokens, 0)
+    require_int("block_size", block_size, 1)
+    check_parallel(spec, tp, pp)
+    layers = _stage_layers(spec, pp)
+    one = kv_bytes_per_token_and_layer(spec, kv_dtype, tp)
+    stored = cdiv(num_tokens, block_size) * block_size
+    in_window = 0
+    if spec.sliding_window:
+        in_window = min(num_tokens, spec.sliding_window - 1 + max_num_batched_tokens)
+        in_window = min(stored, cdiv(in_window, block_size) * block_size)
+    num_full, num_sliding = layers.count(FULL), layers.count(SLIDING)
+    state = state_bytes(spec, tp, pp)
+    formula = "layers * tokens * bytes_per_token_and_layer"
+    terms = {"layers": num_full, "tokens": stored, "bytes_per_token_and_layer": one}
+    if num_sliding:
+        formula += " + windowed_layers * tokens_in_window * bytes_per_token_and_layer"
+        terms |= {"windowed_layers": num_sliding, "tokens_in_window": in_window}
+    if state:
+        formula += " + state"
+        terms |= {"state": Quantity(state, "B", "state")}
+    value = (num_full * stored + num_sliding * in_window) * one + state
+    return Quantity(value, "B", f"KV cache of a request of {num_tokens:,} tokens", formula, terms)
+
+
+# --- Weights and the budget ----------------------------------------------------------------------------------------
+
+
+def weight_bytes(spec: ModelSpec, weight_dtype: str = "auto", tp: int = 1, pp: int = 1) -> Quantity:
+    """Bytes of the weights on one GPU, from the parameter count; exact for a checkpoint in one dtype.
+
+    Quantised formats leave the embedding and the output head in 16 bits. Where the files are at hand, their size is
+    better: `checkpoint_bytes`.
+    """
+    check_parallel(spec, tp, pp)
+    key = _ALIASES.get(weight_dtype, weight_dtype)
+    key = _ALIASES.get(spec.dtype, spec.dtype) if key == "auto" else key
+    if key not in WEIGHT_BITS:
+        raise ValueError(f"weight dtype {weight_dtype!r} is unknown; known: auto, {', '.join(WEIGHT_BITS)}")
+    total = spec.published_parameters or float(spec.parameters)
+    if WEIGHT_BITS[key] >= 16:
+        return Quantity(
+            total * WEIGHT_BITS[key] / 8 / (tp * pp),
+            "B",
+            "weights",
+            "parameters * bits / 8 / GPUs",
+            {"parameters": total, "bits": WEIGHT_BITS[key], "GPUs": tp * pp},
+        )
+    kept = spec.embedding_parameters + (0 if spec.tie_word_embeddings else spec.head_parameters)
+    return Quantity(
+        (kept * 16 + (total - kept) * WEIGHT_BITS[key]) / 8 / (tp * pp),
+        "B",
+        "weights",
+        "(embedding_and_head * 16 + (parameters - embedding_and_head) * bits) / 8 / GPUs",
+        {"embedding_and_head": kept, "parameters": total, "bits": WEIGHT_BITS[key], "GPUs": tp * pp},
+    )
+
+
+def checkpoint_bytes(folder: str | Path) -> int:
+    """Size of a checkpoint's weight files: what a model of mixed precision takes. ValueError if there are none."""
+    for pattern in ("*.safetensors", "*.bin", "*.gguf"):
+        sizes = [path.stat().st_size for path in Path(folder).glob(pattern)]
+        if sizes:
+            return sum(sizes)
+    raise ValueError(f"{folder} has no weight files (*.safetensors, *.bin, *.gguf)")
+
+
+def activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_num_seqs: int, tp: int = 1) -> Quantity:
+    """An estimate of a step's activation peak on one GPU (vLLM measures it in a trial run at start).
+
+    The widest moment: the residual stream twice, and an MLP's two inner activations, or a router's choice of experts
+    for every token; then float32 logits, twice while they are sampled from, for each sequence.
+    """
+    element = KV_DTYPES[_ALIASES.get(spec.dtype, spec.dtype)].bits // 8
+    inner = spec.intermediate_size
+    if spec.experts is not None:
+        inner = max(spec.experts.experts_per_token * spec.experts.expert_size + spec.experts.shared_size, 1)
+    per_token = element * (2 * spec.hidden_size + 3 * inner / tp)
+    logits = 4 * spec.vocab_size * 2
+    return Quantity(
+        max_num_batched_tokens * per_token + max_num_seqs * logits,
+        "B",
+        "activation peak (estimated)",
+        "batched_tokens * bytes_per_token + sequences * bytes_of_logits",
+        {
+            "batched_tokens": max_num_batched_tokens,
+            "bytes_per_token": per_token,
+            "sequences": max_num_seqs,
+            "bytes_of_logits": logits,
+        },
+    )
+
+
+def kv_budget(
+    memory_bytes: float,
+    gpu_memory_utilization: float,
+    weights: float,
+    activation_peak: float = 0,
+    other: float = 0,
+) -> Quantity:
+    """Bytes left for the KV cache: utilisation x memory - weights - activation peak - other (CUDA context, NCCL ...).
+
+    Raises ValueError if nothing is left; the message has the terms.
+    """
+    if not memory_bytes > 0 or not math.isfinite(memory_bytes):
+        raise ValueError(f"memory is {memory_bytes!r} bytes, expected a positive number")
+    if not 0 < gpu_memory_utilization <= 1:
+        raise ValueError(f"gpu_memory_utilization is {gpu_memory_utilization!r}, expected more than 0 and at most 1")
+    if min(weights, activation_peak, other) < 0:
+        raise ValueError("weights, activation peak and other memory cannot be negative")
+    usable = memory_bytes * gpu_memory_utilization
+    left = usable - weights - activation_peak - other
+    if left <= 0:
+        raise ValueError(
+            f"nothing is left for the KV cache: {gpu_memory_utilization:g} of {memory_bytes / GIB:,.2f} GiB is "
+            f"{usable / GIB:,.2f} GiB, weights take {weights / GIB:,.2f}, activations {activation_peak / GIB:,.2f} and "
+            f"the rest {other / GIB:,.2f} GiB. Use more GPUs (tp), smaller weights, or a larger GPU"
+        )
+    return Quantity(
+        left,
+        "B",
+        "KV budget",
+        "memory * utilization - weights - activation_peak - other",
+        {
+            "memory": Quantity(memory_bytes, "B", "memory"),
+            "utilization": gpu_memory_utilization,
+            "weights": _as_bytes(weights, "weights"),
+            "activation_peak": _as_bytes(activation_peak, "activation peak"),
+            "other": _as_bytes(other, "other"),
+        },
+    )
+
+
+def _as_bytes(value: float, name: str) -> Quantity:
+    return value if isinstance(value, Quantity) else Quantity(value, "B", name)
+
+
+# --- From bytes to requests ----------------------------------------------------------------------------------------
+
+
+def num_kv_blocks(budget: float, bytes_per_token: float, block_size: int = 16) -> Quantity:
+    """Whole blocks that the budget holds. (The engine keeps one of them, the null block, for itself.)"""
+    require_int("block_size", block_size, 1)
+    return Quantity(
+        math.floor(budget / (block_size * bytes_per_token)),
+        "blocks",
+        "blocks",
+        "floor(budget / (block_size * bytes_per_token))",
+        {"budget": _as_bytes(budget, "budget"), "block_size": block_size, "bytes_per_token": bytes_per_token},
+    )
+
+
+def num_kv_tokens(num_blocks: float, block_size: int = 16) -> Quantity:
+    """vLLM's start-up line "GPU KV cache size: N tokens"."""
+    return Quantity(
+        num_blocks * block_size, "tokens", "KV tokens", "blocks * block_size",
+        {"blocks": num_blocks, "block_size": block_size},
+    )  # fmt: skip
+
+
+def max_concurrency(num_tokens: float, max_model_len: int, block_size: int = 16) -> Quantity:
+    """vLLM's "Maximum concurrency for L tokens per request": how many requests of full length fit at the same time.
+
+    A guarantee, not a cap: shorter requests fit more often. For models whose layers all keep every token.
+    """
+    require_int("max_model_len", max_model_len, 1)
+    return Quantity(
+        (num_tokens / block_size) / cdiv(max_model_len, block_size),
+        "requests",
+        "maximum concurrency",
+        "tokens / block_size / ceil(max_model_len / block_size)",
+        {"tokens": num_tokens, "block_size": block_size, "max_model_len": max_model_len},
+    )
+
+
+def requests_that_fit(budget: float, bytes_per_request: float) -> Quantity:
+    """Whole requests of that size in the budget: a request that half fits does not run."""
+    if not bytes_per_request > 0:
+        raise ValueError(f"a request takes {bytes_per_request!r} bytes, expected a positive number")
+    return Quantity(
+        math.floor(budget / bytes_per_request),
+        "requests",
+        "requests at once",
+        "floor(budget / bytes_per_request)",
+        {"budget": _as_bytes(budget, "budget"), "bytes_per_request": _as_bytes(bytes_per_request, "one request")},
+    )
+
+
+def longest_context(
+    spec: ModelSpec,
+    budget: float,
+    kv_dtype: str = "auto",
+    tp: int = 1,
+    pp: int = 1,
+    *,
+    block_size: int = 16,
+    max_num_batched_tokens: int = 1,
+) -> int:
+    """The longest request, in tokens (whole blocks), whose cache fits the budget; 0 if not even one block does.
+
+    The largest max_model_len that vLLM would accept, and what its refusal suggests. The need may have a fixed part
+    (states, windows), so this searches for it and does not divide.
+    """
+
+    def fits(blocks: int) -> bool:
+        need = kv_bytes_per_request(
+            spec,
+            blocks * block_size,
+            kv_dtype,
+            tp,
+            pp,
+            block_size=block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        return need <= budget
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high) and high < 2**40:  # only layers with windows and states: no length is too long
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * block_size
+
+
+def possible_tp(spec: ModelSpec, most: int = 64) -> Iterator[int]:
+    """The numbers of GPUs, powers of two as in servers, that can share the model's heads."""
+    tp = 1
+    while tp <= min(most, spec.num_heads):
+        if spec.num_heads % tp == 0 and _kv_heads_fit(spec, tp):
+            yield tp
+        tp *= 2
+
+
+def describe_bytes_per_token(spec: ModelSpec, kv_dtype: str = "auto") -> str:
+    """One line for tables: "57,344 B = 56.00 KiB = 57.34 kB (28 full)"."""
+    return f"{format_bytes(kv_bytes_per_token(spec, kv_dtype))} ({spec.describe_layers()})"

@@ -1,0 +1,165 @@
+"""Every row has a source, adds up, and is found by the names that people type."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from minivllm.theory import ModelSpec, catalog, find_device, find_model, list_devices, list_models, roofline
+
+MODELS, DEVICES = list_models(), list_devices()
+
+
+def test_how_many():
+    assert len(MODELS) >= 40 and len(DEVICES) >= 18
+    assert len({model.name for model in MODELS}) == len(MODELS)
+    assert len({device.name for device in DEVICES}) == len(DEVICES)
+    for names in ([model.name for model in MODELS], [n for d in DEVICES for n in (d.name, *d.aliases)]):
+        assert len({catalog._plain(name) for name in names}) == len(names)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+class TestModel:
+    def test_parameters_counted_are_parameters_published(self, model):
+        """Within 1 %: 0.23 % at most, for a total that its paper rounds; the others agree to the last one or nearly."""
+        assert model.is_known
+        assert model.parameters == pytest.approx(model.published_parameters, rel=0.003)
+
+    def test_active_parameters(self, model):
+        if model.experts is None:
+            assert model.active_parameters == model.parameters and model.published_active_parameters is None
+        else:  # published figures are rounded, and some leave the embedding out
+            without = model.active_parameters - model.embedding_parameters
+            published = model.published_active_parameters
+            assert min(abs(n / published - 1) for n in (model.active_parameters, without)) < 0.03
+
+    def test_sources(self, model):
+        assert all(source.startswith("https://") for source in catalog.model_source(model.name))
+
+    def test_it_is_found(self, model):
+        assert find_model(model.name.upper()) == model
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
+class TestDevice:
+    def test_units(self, device):
+        """A figure in the wrong unit, or with sparsity, would fall out of these."""
+        assert 50 < device.memory_bandwidth_gb_s < 20_000
+        assert all(0.5 < rate < 40_000 for rate in device.dense_tflop_s.values())
+        if device.memory_reported_gib is not None:
+            assert 0.88 < device.memory_reported_gib / device.memory_label_gb < 1.02
+        if device.dense_tflop_s:
+            assert 10 < roofline.ridge_point(device.flop_s(), device.bandwidth) < 600
+
+    def test_rates_grow_with_fewer_bits(self, device):
+        rates = device.dense_tflop_s
+        if {"float16", "bfloat16"} <= rates.keys():
+            assert rates["float16"] == rates["bfloat16"]
+        for wider, narrower in (("float32", "float16"), ("bfloat16", "fp8"), ("fp8", "fp4"), ("float16", "int8")):
+            if wider in rates and narrower in rates:
+                assert rates[wider] <= rates[narrower]
+
+    def test_sources(self, device):
+        assert device.source.startswith("https://")
+        assert bool(device.reported_source) == (device.memory_reported_gib is not None)
+
+    def test_it_is_found(self, device):
+        assert all(find_device(name.upper()) == device for name in (device.name, *device.aliases))
+
+
+@pytest.mark.parametrize(
+    ("name", "closest"),
+    [("qwen2.5-7", "qwen2.5-7b"), ("llama-3-9b", "llama-3-8b"), ("gpt", "gpt2"), ("opt-14b", "opt-13b")],
+)
+def test_closest_models(name, closest):
+    with pytest.raises(ValueError, match=f"unknown model '{name}'; closest: .*{closest}"):
+        find_model(name)
+
+
+def test_hub_ids_and_other_spellings():
+    assert find_model("llama3-8b") == find_model("llama-3-8b")
+    assert find_model("GPT-2") == find_model("gpt2")
+    assert find_model("Qwen/Qwen2.5-7B") == find_model("QWEN2.5_7b ") == find_model("qwen2.5-7b")
+
+
+def test_unknown_names():
+    with pytest.raises(ValueError, match=r"unknown device 'h900-sxm'; closest: .*h100-sxm"):
+        find_device("h900-sxm")
+    with pytest.raises(ValueError, match="unknown model ''; known: "):
+        find_model("")
+    with pytest.raises(ValueError, match="unknown device 'zzzz'; known: "):
+        find_device("zzzz")
+
+
+def test_rates():
+    assert find_device("v100-32gb").flop_s("bfloat16") == find_device("v100-32gb").flop_s("float16")
+    with pytest.raises(ValueError, match=r"NVIDIA A100.* has no rate for 'fp8'; known: "):
+        find_device("a100-80gb-sxm").flop_s("fp8")
+
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+}
+
+
+class TestFromConfig:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"hidden_size": None}, "the config has no hidden_size or n_embd or d_model"),
+            ({"num_hidden_layers": "two"}, "num_hidden_layers must be a whole number of at least 0, got 'two'"),
+            ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+            ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) is not a multiple of num_key_value_heads \(3\)"),
+            ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers 2"),
+            ({"layer_types": ["full_attention", "mamba"]}, "layer_types has 'mamba'; known: full_attention"),
+            ({"layer_types": "full_attention"}, "layer_types is 'full_attention', expected a list"),
+            ({"layer_types": ["sliding_attention"] * 2}, "the config names no sliding_window"),
+            ({"layer_types": ["linear_attention"] * 2}, r"the config names no linear_\* sizes"),
+            ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5, expected 1 to 4"),
+            ({"hidden_size": -64}, "hidden_size must be a whole number"),
+        ],
+    )
+    def test_refused(self, change, message):
+        with pytest.raises(ValueError, match=message):
+            ModelSpec.from_hf(CONFIG | change)
+
+    def test_defaults(self):
+        spec = ModelSpec.from_hf(CONFIG)
+        assert (spec.num_kv_heads, spec.head_dim, spec.dtype) == (4, 16, "bfloat16")
+
+    def test_an_unknown_type_is_counted_like_llama(self):
+        spec = ModelSpec.from_hf(CONFIG | {"model_type": "brand-new"})
+        assert not spec.is_known
+        assert spec.parameters == ModelSpec.from_hf(CONFIG).parameters
+
+    def test_the_decoder_of_a_vision_model(self):
+        spec = ModelSpec.from_hf({"model_type": "llava", "torch_dtype": "float16", "text_config": CONFIG})
+        assert (spec.num_layers, spec.dtype) == (2, "float16")
+
+    def test_window_switched_off(self):
+        config = CONFIG | {"sliding_window": 8, "use_sliding_window": False}
+        assert ModelSpec.from_hf(config).describe_layers() == "2 full"
+        assert ModelSpec.from_hf(CONFIG | {"sliding_window": 8}).describe_layers() == "2 sliding (8)"
+
+    def test_files(self, tmp_path):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(CONFIG))
+        assert ModelSpec.from_file(path) == ModelSpec.from_file(str(tmp_path))
+        path.write_text("{")
+        with pytest.raises(ValueError, match="is not JSON"):
+            ModelSpec.from_file(path)
+        path.write_text("[1]")
+        with pytest.raises(ValueError, match="holds a list, expected an object"):
+            ModelSpec.from_file(path)
+        with pytest.raises(ValueError, match="cannot be read: No such file"):
+            ModelSpec.from_file(tmp_path / "gone.json")
+
+    def test_tiny(self):
+        """The embedded model's own config, against its checkpoint."""
+        folder = Path(__file__).parents[2] / "data" / "tiny"
+        assert ModelSpec.from_file(folder).parameters == 1_061_120

@@ -1,0 +1,141 @@
+"""`minivllm size` and `minivllm roofline`: right answers, and one clear line for what cannot be."""
+
+import json
+
+import pytest
+
+from minivllm.__main__ import main
+
+SIZE = ["size", "--model", "qwen2.5-7b", "--gpu", "h100-sxm"]
+ROOFLINE = ["roofline", "--model", "qwen2.5-7b", "--gpu", "h100-sxm"]
+
+
+def run(capsys, *arguments):
+    try:
+        code = main(arguments)
+    except SystemExit as stop:  # argparse
+        code = stop.code
+    return code, *capsys.readouterr()
+
+
+class TestSize:
+    def test_table(self, capsys):
+        code, out, _ = run(capsys, *SIZE, "--context", "32768", "--concurrency", "16")
+        assert code == 0
+        for text in ("57,344 B = 56.00 KiB", "1.75 GiB", "28 full layers", "Limit: KV memory", "the 16 wanted fit"):
+            assert text in out
+
+    def test_json(self, capsys):
+        code, out, _ = run(capsys, *SIZE, "--context", "32768", "--concurrency", "16", "--json")
+        found = json.loads(out)
+        assert code == 0
+        assert found["kv_bytes_per_token_per_gpu"] == 57344
+        assert found["kv_tokens"] == 16 * found["num_blocks"]
+        assert found["max_concurrency_requests"] == pytest.approx(found["kv_budget_bytes_per_gpu"] / (32768 * 57344))
+        used = sum(found[f"{part}_bytes_per_gpu"] for part in ("weights", "activation", "other", "kv_budget"))
+        assert used == pytest.approx(0.92 * found["memory_bytes_per_gpu"])
+        assert found["fits"] is True
+
+    def test_two_gpus_and_fp8(self, capsys):
+        one, two = (
+            json.loads(run(capsys, *SIZE, "--json", "--context", "4096", *more)[1])
+            for more in ([], ["--tp", "2", "--kv-dtype", "fp8"])
+        )
+        assert two["kv_bytes_per_token_per_gpu"] == one["kv_bytes_per_token_per_gpu"] / 4
+        assert two["kv_tokens"] > 4 * one["kv_tokens"]
+
+    def test_known_figures_win(self, capsys):
+        arguments = [*SIZE, "--json", "--weights-gib", "15", "--activation-gib", "2", "--other-gib", "1"]
+        found = json.loads(run(capsys, *arguments)[1])
+        assert found["weights_bytes_per_gpu"] == 15 * 2**30 and found["activation_bytes_per_gpu"] == 2 * 2**30
+
+    def test_what_does_not_fit_gets_ways_out(self, capsys):
+        code, out, _ = run(capsys, *SIZE, "--context", "32768", "--concurrency", "60")
+        assert code == 0
+        assert "the 60 wanted do not fit" in out
+        assert "Ways out: --tp 2; --kv-dtype fp8" in out and "--context" in out
+        assert json.loads(run(capsys, *SIZE, "--concurrency", "60", "--json")[1])["fits"] is False
+
+    def test_a_config_of_ones_own(self, capsys, tmp_path):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({
+            "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "intermediate_size": 128, "vocab_size": 100,
+        }))  # fmt: skip
+        code, out, _ = run(capsys, "size", "--config", str(path), "--gpu", "t4", "--context", "100", "--json")
+        assert code == 0 and json.loads(out)["kv_bytes_per_token_per_gpu"] == 2 * 2 * 4 * 16 * 2
+
+    def test_explain(self, capsys):
+        _, out, _ = run(capsys, *SIZE, "--explain")
+        assert "= 2 * 28 * 4 * 128 * 2" in out and "KV budget = memory * utilization - weights" in out
+
+    def test_windows_have_no_token_count(self, capsys):
+        arguments = ["size", "--model", "gemma-3-27b", "--gpu", "h200", "--context", "32768"]
+        _, out, _ = run(capsys, *arguments)
+        assert "10 full, 52 sliding (1,024) layers" in out and "KV tokens" not in out
+        assert json.loads(run(capsys, *arguments, "--json")[1])["kv_tokens"] is None
+
+
+class TestRoofline:
+    def test_table(self, capsys):
+        code, out, _ = run(capsys, *ROOFLINE, "--batch", "1", "256", "--context", "512")
+        assert code == 0
+        assert "ridge point: 295 FLOP/B" in out
+        assert [line.split()[-1] for line in out.splitlines() if line.startswith(("prefill", "decode"))] == [
+            "compute", "memory", "memory",
+        ]  # fmt: skip
+
+    def test_json(self, capsys):
+        found = json.loads(run(capsys, *ROOFLINE, "--json")[1])
+        assert found["critical_batch_with_kv_reads"] is None  # 4,096 tokens: KV reads never hide
+        assert found["critical_batch_weights_only"] == pytest.approx(295, abs=1)
+        speeds = [step["tokens_per_s"] for step in found["steps"] if step["phase"] == "decode"]
+        assert speeds == sorted(speeds)
+
+    def test_plot(self, capsys, tmp_path):
+        path = tmp_path / "roof.png"
+        assert run(capsys, *ROOFLINE, "--plot", str(path))[0] == 0
+        assert path.read_bytes().startswith(b"\x89PNG")
+        code, _, err = run(capsys, *ROOFLINE, "--plot", str(tmp_path / "no" / "folder.png"))
+        assert code == 2 and "cannot be written" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["size", "--model", "qwen2.5-8b", "--gpu", "h100-sxm"], "unknown model 'qwen2.5-8b'; closest: "),
+        (["size", "--model", "qwen2.5-7b", "--gpu", "h101"], "unknown device 'h101'; closest: h100"),
+        ([*SIZE, "--context", "200000"], "context 200,000 is more than qwen2.5-7b was made for: at most 131,072"),
+        ([*ROOFLINE, "--context", "200000"], "context 200,000 is more than qwen2.5-7b was made for: at most 131,072"),
+        (
+            ["size", "--model", "llama-3.1-70b", "--gpu", "h100-sxm"],
+            "llama-3.1-70b does not fit on 1 x NVIDIA H100 SXM5 80GB: nothing is left for the KV cache",
+        ),
+        (["size", "--model", "llama-3.1-405b", "--gpu", "t4", "--tp", "8"], "no number of these GPUs would do"),
+        ([*SIZE, "--context", "0"], "argument --context: 0 is not a whole number of at least 1"),
+        ([*SIZE, "--context", "-5"], "argument --context: -5 is not a whole number of at least 1"),
+        ([*SIZE, "--context", "many"], "argument --context: 'many' is not a whole number"),
+        ([*SIZE, "--concurrency", "0"], "argument --concurrency: 0 is not a whole number of at least 1"),
+        ([*SIZE, "--tp", "3"], "28 attention heads, which 3 GPUs cannot share evenly; tp can be 1, 2, 4"),
+        (
+            [*SIZE, "--gpu-memory-utilization", "1.2"],
+            "gpu_memory_utilization is 1.2, expected more than 0",
+        ),
+        ([*SIZE, "--gpu-memory-utilization", "nan"], "argument --gpu-memory-utilization: nan is not a positive number"),
+        ([*SIZE, "--kv-dtype", "int3"], "KV dtype 'int3' is unknown; known: auto"),
+        ([*SIZE, "--weight-dtype", "int3"], "weight dtype 'int3' is unknown"),
+        (["size", "--gpu", "t4"], "give either --model NAME or --config PATH"),
+        ([*SIZE, "--config", "config.json"], "give either --model NAME or --config PATH"),
+        (["size", "--config", "/nowhere/config.json", "--gpu", "t4"], "/nowhere/config.json cannot be read"),
+        (["size", "--model", "qwen2.5-7b"], "the following arguments are required: --gpu"),
+        ([*ROOFLINE, "--batch", "0"], "argument --batch: 0 is not a whole number of at least 1"),
+        ([*ROOFLINE, "--memory-efficiency", "2"], "memory_efficiency is 2.0, expected more than 0 and at most 1"),
+        (["roofline", "--model", "qwen2.5-7b", "--gpu", "m4-max"], "has no rate for 'bfloat16'"),
+        (["sizes"], "invalid choice: 'sizes'"),
+    ],
+)
+def test_one_clear_line(capsys, arguments, message):
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and out == ""
+    assert err.startswith("minivllm ") or err.startswith("python -m minivllm")
+    assert message in err and err.count("\n") == 1

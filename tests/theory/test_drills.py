@@ -1,0 +1,150 @@
+"""Every drill is answerable, knows its own answer, and tells apart the mistakes that it names."""
+
+import math
+import random
+
+import pytest
+
+from minivllm.__main__ import main
+from minivllm.theory import drills
+from minivllm.theory.drills import TOPICS, UNITS, Drill, draw, make, play
+from minivllm.theory.quantity import Quantity
+
+MAKERS = [maker for makers in TOPICS.values() for maker in makers]
+SEEDS = range(12)
+
+
+def in_asked_unit(drill):
+    return drill.answer / UNITS[drill.answer.unit].get(drill.ask_in.lower(), 1)
+
+
+@pytest.mark.parametrize("maker", MAKERS, ids=lambda maker: maker.__name__)
+class TestEachDrill:
+    def test_its_own_answer_is_right(self, maker):
+        for seed in SEEDS:
+            drill = make(maker, seed)
+            assert drill.check(in_asked_unit(drill)).is_right
+            assert drill.check(f"{in_asked_unit(drill):.4g} {drill.ask_in}").is_right or drill.tolerance == 0
+            assert drill.check(f"{float(drill.answer)!r} {next(iter(UNITS[drill.answer.unit]))}").is_right
+
+    def test_every_mistake_is_named(self, maker):
+        """By its own name, at every seed; a mistake that never shows would be dead text."""
+        shown = set()
+        for seed in SEEDS:
+            drill = make(maker, seed)
+            for mistake, value in drill.traps.items():
+                verdict = drill.check(value / UNITS[drill.answer.unit].get(drill.ask_in.lower(), 1))
+                assert not verdict.is_right
+                assert verdict.message.startswith("that is what one gets ")
+                shown.update(mistake.split("; or "))
+        assert shown >= set(maker(random.Random(0)).traps)
+
+    def test_mistakes_differ(self, maker):
+        """Two mistakes with one value: the first would be blamed for the second."""
+        for seed in SEEDS:
+            values = list(make(maker, seed).traps.values())
+            for i, value in enumerate(values):
+                others = values[:i] + values[i + 1 :]
+                assert not [o for o in others if math.isclose(o, value, rel_tol=1e-6)], make(maker, seed).question
+
+    def test_the_question_varies_and_repeats(self, maker):
+        questions = [make(maker, seed).question for seed in SEEDS]
+        assert len(set(questions)) > 1
+        assert questions == [make(maker, seed).question for seed in SEEDS]
+
+    def test_it_is_explained(self, maker):
+        drill = make(maker, 0)
+        assert drill.answer.formula and len(drill.answer.explain(depth=0).splitlines()) == 3
+        assert drill.question.endswith(("?", ")"))
+
+
+def test_how_many():
+    assert len(MAKERS) >= 20 and {"sizing", "capacity", "roofline"} <= TOPICS.keys()
+
+
+EXAMPLE = Drill("x", "How much?", Quantity(57344, "B", "x", "y", {"y": 57344}), "KiB", {"by halving": 28672})
+
+
+@pytest.mark.parametrize(
+    "text", ["56", "56 KiB", "56KiB", " 56.0 kib ", "57344 B", "57,344 bytes", "57.344 kB", "5.6e1"]
+)
+def test_answers_with_and_without_units(text):
+    assert EXAMPLE.check(text).is_right
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("28", "that is what one gets by halving"),
+        ("100", "too large, by a factor of 1.79"),
+        ("1", "too small, by a factor of 56"),
+        ("-56", "no"),
+        ("0", "no"),
+    ],
+)
+def test_wrong_answers(text, message):
+    assert EXAMPLE.check(text) == drills.Verdict(False, message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fifty", "'fifty' is not a number; write one, with or without a unit \\(KiB\\)"),
+        ("56 tokens", "the unit 'tokens' does not fit; a plain number counts as KiB"),
+        ("5.6.1", "'5.6.1' is not a number"),
+    ],
+)
+def test_what_is_no_answer(text, message):
+    with pytest.raises(ValueError, match=message):
+        EXAMPLE.check(text)
+
+
+def test_draw():
+    names = [drill.name for drill in draw(len(MAKERS), seed=1)]
+    assert len(set(names)) == len(MAKERS)  # all of them before one comes again
+    assert [drill.question for drill in draw(50, 3)] == [drill.question for drill in draw(50, 3)]
+    sizing = {make(maker, 0).name for maker in TOPICS["sizing"]}
+    assert {drill.name for drill in draw(30, 2, "sizing")} == sizing
+    with pytest.raises(ValueError, match="unknown topic 'size'; topics: sizing, "):
+        draw(1, 0, "size")
+
+
+class TestPlay:
+    def play(self, *answers):
+        told, left = [], list(answers)
+
+        def ask(prompt):
+            if not left:
+                raise EOFError
+            answer = left.pop(0)
+            if answer is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            return answer
+
+        return play([EXAMPLE, EXAMPLE], ask, told.append), "\n".join(told)
+
+    def test_right_twice(self):
+        score, told = self.play("56", "57344 B")
+        assert score == (2, 2) and "Score: 2 of 2" in told and "✓ 57,344 B" in told
+
+    def test_second_try_does_not_count(self):
+        score, told = self.play("28", "56", "1", "2")
+        assert score == (0, 2) and "✗ that is what one gets by halving" in told
+        assert told.count("x = y") == 2  # explained after the second try, right or wrong
+
+    def test_what_is_no_answer_is_no_try(self):
+        assert self.play("?", "56", "56")[0] == (2, 2)
+
+    def test_giving_up_and_leaving(self):
+        assert self.play("", "56")[0] == (1, 2)
+        assert self.play("56")[0] == (1, 1)
+        assert self.play("56", KeyboardInterrupt)[0] == (1, 1)
+
+
+def test_command(capsys, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda prompt: (_ for _ in ()).throw(EOFError))
+    assert main(["drill", "--topic", "sizing", "--seed", "3", "--count", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "2 questions, seed 3." in out and "Score: 0 of 0" in out
+    assert main(["drill", "--topic", "nonsense"]) == 2
+    assert "unknown topic 'nonsense'" in capsys.readouterr().err

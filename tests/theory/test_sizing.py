@@ -1,0 +1,207 @@
+"""Sizes: linear where they should be, monotone, never more than the memory, and exact on known models."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minivllm.theory import GB, GIB, ModelSpec, find_model, list_models, sizing
+from minivllm.theory.sizing import KV_DTYPES, WEIGHT_BITS
+
+MODELS = list_models()
+models = st.sampled_from(MODELS)
+dtypes = st.sampled_from(sorted(KV_DTYPES))
+tokens = st.integers(1, 200_000)
+
+
+class TestKVCache:
+    @given(models, dtypes, tokens, tokens)
+    def test_requests_grow_with_their_tokens(self, model, dtype, a, b):
+        need = [sizing.kv_bytes_per_request(model, n, dtype) for n in sorted((a, b))]
+        assert need[0] <= need[1]
+
+    @given(models, dtypes, tokens)
+    def test_linear_without_windows(self, model, dtype, n):
+        need = sizing.kv_bytes_per_request(model, n, dtype)
+        if set(model.layer_types) == {"full_attention"}:
+            assert need == n * sizing.kv_bytes_per_token(model, dtype)
+        else:
+            assert need <= n * sizing.kv_bytes_per_token(model, dtype)
+
+    @given(models, dtypes, tokens, st.sampled_from([1, 16, 32, 256]))
+    def test_blocks_round_up_by_less_than_one(self, model, dtype, n, block_size):
+        exact = sizing.kv_bytes_per_request(model, n, dtype)
+        stored = sizing.kv_bytes_per_request(model, n, dtype, block_size=block_size)
+        assert exact <= stored < exact + block_size * sizing.kv_bytes_per_token(model, dtype)
+
+    @given(models, tokens, st.data())
+    def test_tp_loses_no_token(self, model, n, data):
+        """All ranks together hold at least what one GPU would."""
+        tp = data.draw(st.sampled_from(list(sizing.possible_tp(model))))
+        alone, shared = sizing.kv_bytes_per_token(model), sizing.kv_bytes_per_token(model, tp=tp)
+        assert alone / tp <= shared <= alone
+        if model.latent is not None:
+            assert shared == alone
+        elif tp <= model.num_kv_heads:
+            assert shared * tp == alone
+        else:
+            assert shared * model.num_kv_heads == alone  # one head each, replicated
+
+    @given(models, st.integers(1, 8))
+    def test_pp_shares_the_layers(self, model, pp):
+        alone, shared = sizing.kv_bytes_per_token(model), sizing.kv_bytes_per_token(model, pp=pp)
+        assert alone / pp <= shared <= alone
+
+    @given(models, st.floats(1e6, 1e12), st.sampled_from([1, 16, 256]))
+    def test_longest_context_is_the_longest(self, model, budget, block_size):
+        n = sizing.longest_context(model, budget, block_size=block_size)
+        assert n % block_size == 0
+        if n:
+            assert sizing.kv_bytes_per_request(model, n, block_size=block_size) <= budget
+        if sizing.kv_bytes_per_request(model, 2**39, block_size=block_size) > budget:
+            assert sizing.kv_bytes_per_request(model, n + block_size, block_size=block_size) > budget
+
+    @given(models, st.floats(1, 1e12), st.sampled_from([1, 16, 256]))
+    def test_blocks_never_exceed_the_budget(self, model, budget, block_size):
+        per_token = sizing.kv_bytes_per_token(model)
+        blocks = sizing.num_kv_blocks(budget, per_token, block_size)
+        assert blocks * block_size * per_token <= budget < (blocks + 1) * block_size * per_token
+
+    def test_scales(self):
+        """Bytes of a head's key: 128 elements."""
+        found = {name: dtype.bytes_per_vector(128) for name, dtype in KV_DTYPES.items()}
+        assert found == {
+            "float32": 512, "float16": 256, "bfloat16": 256, "fp8": 128, "int8": 132, "int4": 80, "q8_0": 136,
+            "q4_0": 72,
+        }  # fmt: skip
+
+    def test_windows(self):
+        """Gemma-3: 5 of 6 layers stop at 1,024 tokens, plus what one step computes."""
+        gemma = find_model("gemma-3-27b")
+        assert (gemma.layer_types.count("full_attention"), gemma.layer_types.count("sliding_attention")) == (10, 52)
+        one = sizing.kv_bytes_per_token_and_layer(gemma)
+        assert sizing.kv_bytes_per_request(gemma, 32768) == (10 * 32768 + 52 * 1024) * one
+        chunked = sizing.kv_bytes_per_request(gemma, 32768, block_size=16, max_num_batched_tokens=2048)
+        assert chunked == (10 * 32768 + 52 * 3072) * one  # 1,023 + 2,048 tokens, in blocks
+
+    def test_linear_attention_is_a_fixed_part(self):
+        """Qwen3-Next: 3 of 4 layers keep a matrix per head instead of tokens."""
+        model = ModelSpec.from_hf(QWEN3_NEXT)
+        assert model.describe_layers() == "12 full, 36 linear"
+        state = 36 * (4 * 32 * 128 * 128 + 2 * 3 * (2 * 16 * 128 + 32 * 128))
+        assert sizing.state_bytes(model) == state
+        assert sizing.kv_bytes_per_request(model, 1000) == state + 1000 * sizing.kv_bytes_per_token(model)
+        assert sizing.kv_bytes_per_token(model) == 2 * 12 * 2 * 256 * 2
+        half = 0.5 * sizing.kv_bytes_per_request(model, 100_000)
+        assert sizing.longest_context(model, half) < 50_000  # dividing would say 50,000
+
+
+QWEN3_NEXT = {
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "vocab_size": 151936,
+    "max_position_embeddings": 262144,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "torch_dtype": "bfloat16",
+}
+
+
+class TestWeights:
+    @given(models, st.sampled_from(sorted(WEIGHT_BITS)), st.data())
+    def test_shares_add_up(self, model, dtype, data):
+        tp = data.draw(st.sampled_from(list(sizing.possible_tp(model))))
+        assert tp * sizing.weight_bytes(model, dtype, tp) == pytest.approx(sizing.weight_bytes(model, dtype))
+
+    @given(models)
+    def test_fewer_bits_are_smaller(self, model):
+        by_bits = sorted(WEIGHT_BITS, key=WEIGHT_BITS.get)
+        sizes = [sizing.weight_bytes(model, dtype) for dtype in by_bits]
+        assert sizes == sorted(sizes)
+
+    def test_known_sizes(self):
+        assert sizing.weight_bytes(find_model("qwen2.5-7b")) / GB == pytest.approx(15.23, abs=0.005)
+        assert sizing.weight_bytes(find_model("llama-3.1-8b")) / GIB == pytest.approx(14.96, abs=0.005)
+        four_bits = sizing.weight_bytes(find_model("qwen2.5-7b"), "int4")
+        assert four_bits / GB == pytest.approx(5.57, abs=0.05)  # the GPTQ-Int4 checkpoint on the hub
+
+    def test_files(self, tmp_path):
+        (tmp_path / "model-00001.safetensors").write_bytes(bytes(100))
+        (tmp_path / "model-00002.safetensors").write_bytes(bytes(50))
+        assert sizing.checkpoint_bytes(tmp_path) == 150
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(ValueError, match="no weight files"):
+            sizing.checkpoint_bytes(tmp_path / "empty")
+
+
+class TestBudget:
+    @given(st.floats(1e9, 1e12), st.floats(0.01, 1), st.floats(0, 1e12), st.floats(0, 1e10), st.floats(0, 1e10))
+    def test_nothing_is_counted_twice(self, memory, share, weights, activations, other):
+        left = memory * share - weights - activations - other
+        if left > 0:
+            assert sizing.kv_budget(memory, share, weights, activations, other) == pytest.approx(left)
+        else:
+            with pytest.raises(ValueError, match="nothing is left for the KV cache"):
+                sizing.kv_budget(memory, share, weights, activations, other)
+
+    def test_two_gpus_give_more_than_twice_the_tokens(self):
+        """The weights are shared out, so a larger part of each GPU is left."""
+        model = find_model("qwen2.5-7b")
+        alone, each = (
+            sizing.num_kv_blocks(
+                sizing.kv_budget(24 * GB, 0.92, sizing.weight_bytes(model, tp=tp)),
+                sizing.kv_bytes_per_token(model, tp=tp),
+            )
+            for tp in (1, 2)
+        )
+        assert each > 2 * alone
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ((0, 0.9, 1), "memory is 0 bytes, expected a positive number"),
+            ((float("nan"), 0.9, 1), "memory is nan"),
+            ((float("inf"), 0.9, 1), "memory is inf"),
+            ((GB, 0, 1), "gpu_memory_utilization is 0, expected more than 0 and at most 1"),
+            ((GB, 1.5, 1), "gpu_memory_utilization is 1.5"),
+            ((GB, 0.9, -1), "cannot be negative"),
+            ((16 * GB, 0.92, 15.2 * GB), r"0.92 of 14.90 GiB is 13.71 GiB, weights take 14.16.*Use more GPUs"),
+        ],
+    )
+    def test_refused(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            sizing.kv_budget(*arguments)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("call", "message"),
+        [
+            (lambda m: sizing.kv_bytes_per_token(m, "int3"), "KV dtype 'int3' is unknown; known: auto, float32"),
+            (lambda m: sizing.weight_bytes(m, "int3"), "weight dtype 'int3' is unknown"),
+            (lambda m: sizing.kv_bytes_per_token(m, tp=3), "28 attention heads, which 3 GPUs cannot share evenly"),
+            (lambda m: sizing.kv_bytes_per_token(m, tp=0), "tp must be a whole number of at least 1"),
+            (lambda m: sizing.kv_bytes_per_token(m, pp=29), "28 layers, too few for pp = 29 stages"),
+            (lambda m: sizing.kv_bytes_per_token(m, tp=14), "tp must divide them or be a multiple of them, and 14 is"),
+            (lambda m: sizing.kv_bytes_per_request(m, -1), "num_tokens must be a whole number of at least 0"),
+            (lambda m: sizing.kv_bytes_per_request(m, 1.5), "num_tokens must be a whole number"),
+            (lambda m: sizing.max_concurrency(100, 0), "max_model_len must be a whole number"),
+            (lambda m: sizing.requests_that_fit(100, 0), "a request takes 0 bytes"),
+            (lambda m: sizing.num_kv_blocks(100, 1, 0), "block_size must be a whole number"),
+        ],
+    )
+    def test_one_line_with_the_number(self, call, message):
+        with pytest.raises(ValueError, match=message):
+            call(find_model("qwen2.5-7b"))

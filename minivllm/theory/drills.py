@@ -255,7 +255,7 @@ def latent(rng: random.Random) -> Drill:
         "KiB",
         {
             "with a factor 2: the latent stands for keys and values": 2 * right,
-            "without the rotary key, and with a factor 2": 2 * without_rope,
+            "by doubling the latent and leaving out the rotary key": 2 * without_rope,
             "without the rotary key: it is cached beside the latent": right
             * found.kv_lora_rank
             / found.cached_per_token,
@@ -526,8 +526,8 @@ def throughput_with_kv(rng: random.Random) -> Drill:
     right = Quantity(batch / step, "tokens/s", "tokens per second", "batch / step", {"batch": batch, "step": step})
     return Drill(
         "throughput with KV reads",
-        f"The same GPU and model (16 GB, 131,072 bytes per token, 3.35 TB/s), {batch} requests of {context:,} tokens. "
-        "At most how many tokens per second do they get together?",
+        f"16 GB of weights, 131,072 bytes of KV cache per token, 3.35 TB/s. {batch} requests of {context:,} tokens: at "
+        "most how many tokens per second do they decode together?",
         right,
         "tokens/s",
         {
@@ -737,3 +737,33 @@ def _ask_one(one: Drill, ask: Callable[[str], str], tell: Callable[[str], None])
         tell(f"✗ {verdict.message}")
     tell(one.answer.explain(depth=0))
     return False
+
+
+class Quiz:
+    """Drills in a notebook, where nothing can be typed at a prompt: `questions()`, `answer(1, "56 KiB")`, `score()`."""
+
+    def __init__(self, count: int = 5, seed: int = 0, topic: str | None = None) -> None:
+        self.drills = draw(count, seed, topic)
+        self.first_tries: dict[int, bool] = {}
+
+    def questions(self) -> None:
+        """Print all of them, each with the unit of a plain number."""
+        for number, one in enumerate(self.drills, 1):
+            print(f"{number}  {one.question}" + (f" ({one.ask_in})" if one.ask_in else ""))
+
+    def answer(self, number: int, value: float | str) -> None:
+        """Print whether that is right, and which mistake it looks like if not. The first try counts."""
+        if number not in range(1, len(self.drills) + 1):
+            raise ValueError(f"question {number} does not exist: there are {len(self.drills)}, counted from 1")
+        verdict = self.drills[number - 1].check(value)
+        self.first_tries.setdefault(number, verdict.is_right)
+        print(f"{'✓' if verdict.is_right else '✗'} {verdict.message}")
+
+    def explain(self, number: int) -> None:
+        """Print the formula, with the numbers of the question, and the answer. It counts as a try."""
+        self.first_tries.setdefault(number, False)
+        print(self.drills[number - 1].answer.explain(depth=0))
+
+    def score(self) -> str:
+        right = sum(self.first_tries.values())
+        return f"{right} of {len(self.drills)} right at the first try, {len(self.first_tries)} tried"

@@ -148,3 +148,19 @@ def test_command(capsys, monkeypatch):
     assert "2 questions, seed 3." in out and "Score: 0 of 0" in out
     assert main(["drill", "--topic", "nonsense"]) == 2
     assert "unknown topic 'nonsense'" in capsys.readouterr().err
+
+
+def test_quiz(capsys):
+    quiz = drills.Quiz(count=3, seed=5, topic="sizing")
+    quiz.questions()
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    for number, drill in enumerate(quiz.drills[:2], 1):
+        quiz.answer(number, f"{float(drill.answer)!r} {next(iter(UNITS[drill.answer.unit]))}")
+    quiz.answer(3, -1)
+    quiz.answer(3, in_asked_unit(quiz.drills[2]))  # too late to count
+    assert quiz.score() == "2 of 3 right at the first try, 3 tried"
+    assert [line[0] for line in capsys.readouterr().out.splitlines()] == ["✓", "✓", "✗", "✓"]
+    quiz.explain(1)
+    assert "=" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="question 4 does not exist: there are 3"):
+        quiz.answer(4, 1)

@@ -7,13 +7,14 @@ import json
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from minivllm.theory.catalog import Device, find_device, find_model
 from minivllm.theory.drills import TOPICS, draw, play
 from minivllm.theory.model_spec import ModelSpec
-from minivllm.theory.plan import Plan, Settings, make_plan, smallest_tp
+from minivllm.theory.plan import Plan, Settings, make_plan
 from minivllm.theory.quantity import GIB, Quantity, format_bytes
 from minivllm.theory.roofline import (
     Step,
@@ -24,7 +25,10 @@ from minivllm.theory.roofline import (
     ridge_point,
     step_time,
 )
-from minivllm.theory.sizing import WEIGHT_BITS, kv_bytes_per_request
+from minivllm.theory.sizing import WEIGHT_BITS, kv_bytes_per_token, possible_tp
+
+
+LARGEST = 10**9  # of any number on the command line
 
 
 def add_parsers(commands: argparse._SubParsersAction) -> None:
@@ -41,7 +45,7 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
     size.add_argument("--gpu-memory-utilization", type=_number, default=0.92, help="share of the memory (default 0.92)")
     size.add_argument("--block-size", type=_count, default=16, help="tokens of a KV block (default 16)")
     size.add_argument("--max-num-seqs", type=_count, help="default: vllm serve's, 256 or 1,024 by GPU")
-    size.add_argument("--max-num-batched-tokens", type=_count, help="default: vllm serve's, 2,048 or 8,192 by GPU")
+    size.add_argument("--max-num-batched-tokens", type=_count, help="default: vllm serve's, 2,048 to 16,384 by GPU")
     size.add_argument("--weights-gib", type=_number, help="size of the checkpoint, where it is known")
     size.add_argument("--activation-gib", type=_number, help="activation peak, where vLLM's log shows it")
     size.add_argument("--other-gib", type=_number, default=0.5, help="CUDA context, NCCL, graphs (assumed: 0.5)")
@@ -101,27 +105,39 @@ def run_size(args: argparse.Namespace) -> int:
             print(f"\n{quantity.explain(depth=0)}")
     print(f"\nLimit: {plan.limit}.")
     if not plan.fits:
-        print(f"Ways out: {'; '.join(ways_out(plan))}.")
+        print(f"Any of these would do: {'; or '.join(ways_out(plan))}.")
     return 0
 
 
 def ways_out(plan: Plan) -> list[str]:
-    """What would make the wanted requests fit, with numbers."""
+    """Settings with which the wanted requests fit, each tried: alternatives to one another."""
     wanted = plan.settings.concurrency or 1
-    found = []
-    if plan.max_num_seqs < wanted:
-        found.append(f"--max-num-seqs {wanted}")
-    smallest = smallest_tp(plan.spec, plan.device, plan.settings)
-    if smallest is not None and smallest > plan.settings.tp:
-        found.append(f"--tp {smallest}")
+    base: dict[str, Any] = {"max_num_seqs": wanted} if plan.max_num_seqs < wanted else {}
+    changes: list[dict[str, Any]] = [base] if base else []
+    changes += [base | {"tp": tp} for tp in possible_tp(plan.spec) if tp > plan.settings.tp]
     if plan.settings.kv_dtype == "auto":
-        need = kv_bytes_per_request(plan.spec, plan.settings.context, "fp8", plan.settings.tp, plan.settings.pp)
-        if plan.budget // need >= wanted:
-            found.append(f"--kv-dtype fp8 ({int(plan.budget // need):,} requests)")
-    shorter = int(plan.num_tokens // wanted // plan.settings.block_size) * plan.settings.block_size
-    if 0 < shorter < plan.settings.context:
-        found.append(f"--context {shorter}")
-    return found or ["a larger GPU, or a smaller model"]
+        changes.append(base | {"kv_dtype": "fp8"})
+    if plan.settings.weight_dtype == "auto" and plan.settings.weight_bytes is None and plan.spec.quantization is None:
+        changes.append(base | {"weight_dtype": "fp8"})
+    shorter = plan.settings.context // 2
+    while shorter >= 256:
+        changes.append(base | {"context": shorter})
+        shorter //= 2
+    found: dict[str, str] = {}  # the first of a kind, which changes least
+    for change in changes:
+        kind = ", ".join(change)
+        if kind not in found and _fits(plan, change):
+            found[kind] = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
+            if change == base:
+                break
+    return list(found.values()) or ["a larger GPU, or a smaller model"]
+
+
+def _fits(plan: Plan, change: dict[str, Any]) -> bool:
+    try:
+        return make_plan(plan.spec, plan.device, replace(plan.settings, **change)).fits
+    except ValueError:
+        return False
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -129,8 +145,12 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     gpus = settings.tp * settings.pp
     estimated = "given" if settings.activation_bytes is not None else "estimated"
     reported = "reported by the driver" if plan.device.memory_reported_gib else "as labelled"
+    dtypes = (
+        f"weights {_weight_dtype(plan)}, KV cache {spec.dtype if settings.kv_dtype == 'auto' else settings.kv_dtype}"
+    )
     rows = [
         ("model", f"{spec.name}: {spec.describe_layers()} layers, {spec.num_heads} heads, {_kv_heads(spec)}"),
+        ("dtypes", dtypes),
         ("GPUs", f"{gpus} x {plan.device.title}, {plan.device.memory_bytes / GIB:,.2f} GiB each ({reported})"),
         ("", "on each GPU"),
         ("weights", format_bytes(plan.weights)),
@@ -146,6 +166,11 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
             ("blocks", f"{plan.num_blocks:,} of {settings.block_size} tokens"),
             ("KV tokens", f"{plan.num_tokens:,}"),
         ]
+    if "sliding_attention" in spec.layer_types:
+        growth = kv_bytes_per_token(spec, settings.kv_dtype, settings.tp, settings.pp, beyond_window=True)
+        rows.append(("beyond the window", f"{format_bytes(growth)} per token and GPU"))
+    if not spec.is_known:
+        rows.append(("note", f"model_type {spec.model_type!r} is not known here: counted as if it were a Llama"))
     rows += [
         ("concurrency", f"{plan.max_concurrency:,.2f} requests of {settings.context:,} tokens"),
         ("requests at once", f"{plan.requests_at_once:,} (max_num_seqs {plan.max_num_seqs:,})"),
@@ -166,6 +191,11 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "weights_bytes_per_gpu": float(plan.weights),
         "activation_bytes_per_gpu": float(plan.activation_peak),
         "other_bytes_per_gpu": plan.settings.other_bytes,
+        "weight_dtype": _weight_dtype(plan),
+        "kv_dtype": plan.spec.dtype if plan.settings.kv_dtype == "auto" else plan.settings.kv_dtype,
+        "gpu_memory_utilization": plan.settings.gpu_memory_utilization,
+        "max_num_batched_tokens": plan.max_num_batched_tokens,
+        "architecture_known": plan.spec.is_known,
         "kv_budget_bytes_per_gpu": float(plan.budget),
         "kv_bytes_per_token_per_gpu": float(plan.per_token),
         "kv_bytes_per_request_per_gpu": float(plan.per_request),
@@ -182,6 +212,13 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _weight_dtype(plan: Plan) -> str:
+    if plan.settings.weight_bytes is not None:
+        return "as given"
+    chosen = plan.settings.weight_dtype
+    return plan.spec.quantization or plan.spec.dtype if chosen == "auto" else chosen
+
+
 def _keeps_every_token(spec: ModelSpec) -> bool:
     return set(spec.layer_types) == {"full_attention"}
 
@@ -194,6 +231,8 @@ def _kv_heads(spec: ModelSpec) -> str:
 
 def run_drill(args: argparse.Namespace) -> int:
     """ValueError for an unknown topic."""
+    if args.count > 1000:
+        raise ValueError(f"--count is {args.count:,}, at most 1,000 questions in a round")
     seed = random.randrange(10**6) if args.seed is None else args.seed
     drills = draw(args.count, seed, args.topic)
     print(f"{len(drills)} questions, seed {seed}.")
@@ -212,6 +251,8 @@ def run_roofline(args: argparse.Namespace) -> int:
             f"context {args.context:,} is more than {spec.name} was made for: at most "
             f"{spec.max_position_embeddings:,} tokens (max_position_embeddings)"
         )
+    if max(args.batch) > 100_000:
+        raise ValueError(f"--batch is {max(args.batch):,}, at most 100,000 requests")
     flop_s = device.flop_s(spec.dtype) * args.compute_efficiency
     bytes_s = device.bandwidth * args.memory_efficiency
     options = {"weight_dtype": args.weight_dtype, "kv_dtype": args.kv_dtype, "tp": args.tp}
@@ -221,7 +262,9 @@ def run_roofline(args: argparse.Namespace) -> int:
     ridge = ridge_point(flop_s, bytes_s)
     one = decode_step(spec, 1, args.context, **options)
     per_token = one.parts["projections"].flops + one.parts["lm_head"].flops
-    weights = one.parts["projections"].bytes + one.parts["lm_head"].bytes
+    # At the ridge the batch is so large that all experts are read.
+    whole = decode_step(spec, 4096, args.context, **options).parts
+    weights = whole["projections"].bytes + whole["lm_head"].bytes
     alone = critical_batch(flop_s, bytes_s, 2 * weights / per_token)
     with_kv = critical_batch_with_kv(
         flop_s, bytes_s, weights, per_token + one.parts["attention"].flops, one.parts["attention"].bytes
@@ -311,7 +354,7 @@ def _plot(
     figure = roofline_figure(flop_s, bytes_s, points, title=f"{spec.name} on {device.title}")
     try:
         figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"the picture cannot be written to {path}: {error}") from None
 
 
@@ -340,9 +383,9 @@ def _parser_of(kind: Callable[[str], Any], what: str) -> Callable[[str], Any]:
         try:
             value = kind(text.replace("_", ""))
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
-        if not value > 0 or not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"{text} is not {what}")
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what}") from None
+        if not 0 < value <= LARGEST:
+            raise argparse.ArgumentTypeError(f"{text[:40]} is not {what}")
         return value
 
     return parse

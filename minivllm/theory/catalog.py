@@ -50,7 +50,8 @@ class Device:
         if key == "bfloat16" and key not in self.dense_tflop_s:
             key = "float16"  # older GPUs: models are run in float16 there
         if key not in self.dense_tflop_s:
-            raise ValueError(f"{self.title} has no rate for {dtype!r}; known: {', '.join(self.dense_tflop_s)}")
+            known = ", ".join(self.dense_tflop_s) or "none, its maker publishes no rates"
+            raise ValueError(f"{self.title} has no rate for {dtype!r}; known: {known}")
         return self.dense_tflop_s[key] * 1e12
 
 
@@ -108,8 +109,9 @@ def _find(name: str, rows: dict[str, dict[str, Any]], kind: str) -> dict[str, An
         return plain[key]
     close = difflib.get_close_matches(key, plain, n=5, cutoff=0.5) or list(_starting_alike(key, plain))
     by_plain = {_plain(known): known for known in rows}
-    hint = f"closest: {', '.join(by_plain[match] for match in close)}" if close else f"known: {', '.join(rows)}"
-    raise ValueError(f"unknown {kind} {name!r}; {hint}")
+    known = sorted({row["name"] for row in rows.values()})
+    hint = f"closest: {', '.join(by_plain[match] for match in close)}" if close else f"known: {', '.join(known)}"
+    raise ValueError(f"unknown {kind} {name[:40]!r}; {hint}")
 
 
 def _plain(name: str) -> str:

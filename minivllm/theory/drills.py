@@ -24,16 +24,16 @@ UNITS: dict[str, dict[str, float]] = {
         "b": 1, "bytes": 1, "byte": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
         "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
     },
-    "s": {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6},
+    "s": {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "\u03bcs": 1e-6},
     "B/s": {"b/s": 1, "gb/s": 1e9, "tb/s": 1e12, "gib/s": 2**30},
-    "FLOP/B": {"flop/b": 1, "flop/byte": 1, "flops/byte": 1},
-    "tokens": {"tokens": 1, "token": 1},
-    "requests": {"requests": 1, "request": 1},
+    "FLOP/B": {"flop/b": 1, "flop/byte": 1, "flops/b": 1, "flops/byte": 1, "ops/byte": 1},
+    "tokens": {"tokens": 1, "token": 1, "requests": 1},
+    "requests": {"requests": 1, "request": 1, "x": 1},
     "blocks": {"blocks": 1, "block": 1},
-    "tokens/s": {"tokens/s": 1, "tok/s": 1},
+    "tokens/s": {"tokens/s": 1, "tok/s": 1, "t/s": 1, "tokens/sec": 1},
     "GPUs": {"gpus": 1, "gpu": 1},
     "%": {"%": 1, "percent": 1},
-    "": {"": 1, "x": 1, "times": 1},
+    "": {"": 1, "x": 1, "times": 1, "experts": 1},
 }  # fmt: skip
 
 
@@ -65,6 +65,8 @@ class Drill:
         if match is None:
             raise ValueError(f"{text.strip()!r} is not a number; write one, with or without a unit ({self.ask_in})")
         number, unit = match.groups()
+        if "," in number and not re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", number):
+            raise ValueError(f"{number!r} can be read in two ways; write a decimal point, and commas only at thousands")
         key = (unit or self.ask_in).lower()
         if key not in units:
             raise ValueError(f"the unit {unit!r} does not fit; a plain number counts as {self.ask_in or 'a ratio'}")
@@ -153,7 +155,7 @@ def kv_per_token(rng: random.Random) -> Drill:
     right = sizing.kv_bytes_per_token(spec, "bfloat16")
     return Drill(
         "KV cache per token",
-        f"{_shape(spec)}. How many bytes of KV cache does one token take in bfloat16?",
+        f"{_shape(spec)}. How much KV cache does one token take in bfloat16?",
         right,
         "KiB",
         {
@@ -359,7 +361,7 @@ def concurrency(rng: random.Random) -> Drill:
     return Drill(
         "maximum concurrency",
         f'vLLM logs "GPU KV cache size: {tokens:,} tokens" with max_model_len {length:,}. Which maximum '
-        "concurrency does it print below?",
+        "concurrency does it print?",
         right,
         "requests",
         {
@@ -424,7 +426,7 @@ def gpus_for_weights(rng: random.Random) -> Drill:
     return Drill(
         "GPUs for the weights",
         f"{spec.name} in bfloat16, {spec.published_parameters / 1e9:.1f} billion parameters; GPUs of 80 GB, of "
-        "which 90 % may be used. What is the smallest power of two of GPUs that holds the weights?",
+        "which 90 % may be used. What is the smallest power of two of GPUs that holds the weights alone?",
         right,
         "GPUs",
         {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 from minivllm.config import require_int
 from minivllm.theory.quantity import Quantity
 
+DTYPES = ("float32", "float16", "bfloat16")
+LARGEST, MAX_LAYERS = 2**31 - 1, 1000
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
@@ -83,7 +85,7 @@ class ModelSpec:
     head_dim: int
     intermediate_size: int
     max_position_embeddings: int
-    dtype: str
+    dtype: str  # of activations, and of what is not quantised
     tie_word_embeddings: bool
     layer_types: tuple[str, ...]
     sliding_window: int | None = None
@@ -100,6 +102,7 @@ class ModelSpec:
     norms_per_layer: int = 2
     norm_bias: bool = False
     attention_sinks: bool = False
+    quantization: str | None = None  # dtype of the quantised weights, as `sizing` names it
     is_known: bool = True  # False: counted as if it were a Llama, since its model_type is not one of those known here
     published_parameters: int | None = None
     published_active_parameters: int | None = None
@@ -107,6 +110,8 @@ class ModelSpec:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
             require_int(name, getattr(self, name), 1)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{self.name}: torch_dtype {self.dtype!r} is unknown; known: {', '.join(DTYPES)}")
         if self.latent is None and self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.name}: num_attention_heads ({self.num_heads}) is not a multiple of num_key_value_heads "
@@ -133,17 +138,17 @@ class ModelSpec:
     def from_file(cls, path: str | Path) -> ModelSpec:
         """Read a config.json, or the one in a folder. ValueError if it cannot be read or lacks a size."""
         path = Path(path)
-        path = path / "config.json" if path.is_dir() else path
         try:
+            path = path / "config.json" if path.is_dir() else path
             config = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
         if not isinstance(config, dict):
             raise ValueError(f"{path} holds a {type(config).__name__}, expected an object with the model's sizes")
         try:
-            return cls.from_hf(config, name=path.parent.name or path.name)
+            return cls.from_hf(config, name=path.resolve().parent.name or path.name)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -269,6 +274,8 @@ def _whole(config: Mapping[str, Any], *keys: str, default: int | None = None) ->
     for key in keys:
         if config.get(key) is not None:
             require_int(key, config[key], 0)
+            if config[key] > (MAX_LAYERS if "layer" in key else LARGEST):
+                raise ValueError(f"{key} is {config[key]:.3g}, which no model has")
             return int(config[key])
     if default is None:
         raise ValueError(f"the config has no {' or '.join(keys)}")
@@ -278,17 +285,20 @@ def _whole(config: Mapping[str, Any], *keys: str, default: int | None = None) ->
 def _layer_types(config: Mapping[str, Any], num_layers: int, window: int | None) -> tuple[str, ...]:
     named = config.get("layer_types")
     if named is not None:
-        if not isinstance(named, Sequence) or isinstance(named, str):
-            raise ValueError(f"layer_types is {named!r:.80}, expected a list with a name for each layer")
+        if not isinstance(named, list | tuple) or not all(isinstance(kind, str) for kind in named):
+            raise ValueError(f"layer_types is {repr(named)[:80]}, expected a list with a name for each layer")
         return tuple(named)
     model_type = config.get("model_type")
     if model_type == "qwen3_next":
-        interval = _whole(config, "full_attention_interval", default=4)
+        interval = max(1, _whole(config, "full_attention_interval", default=4))
         return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(num_layers))
     if window is None:
         return (FULL,) * num_layers
     # How many layers from one with full attention to the next; 0: none has it.
     period = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4, "gpt_oss": 2}.get(str(model_type), 0)
+    if model_type in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):  # the first ones are full
+        first = _whole(config, "max_window_layers", default=num_layers)
+        return tuple(FULL if i < first else SLIDING for i in range(num_layers))
     period = _whole(config, "sliding_window_pattern", "_sliding_window_pattern", default=period)
     return tuple(FULL if period and (i + 1) % period == 0 else SLIDING for i in range(num_layers))
 
@@ -310,7 +320,9 @@ def _experts(config: Mapping[str, Any], num_layers: int, intermediate_size: int)
     shared += _whole(config, "n_shared_experts", default=0) * expert_size
     dense = _whole(config, "first_k_dense_replace", default=0)
     step = max(1, _whole(config, "decoder_sparse_step", "moe_layer_freq", default=1))
-    only_mlp = set(config.get("mlp_only_layers") or ())
+    only_mlp = config.get("mlp_only_layers") or []
+    if not isinstance(only_mlp, list):
+        raise ValueError(f"mlp_only_layers is {repr(only_mlp)[:80]}, expected a list of layer numbers")
     with_experts = [i for i in range(dense, num_layers) if (i + 1) % step == 0 and i not in only_mlp]
     per_token = _whole(config, "num_experts_per_tok", "experts_per_token", default=2)
     if not 1 <= per_token <= num_experts:
@@ -344,8 +356,22 @@ def _linear(config: Mapping[str, Any]) -> LinearAttention | None:
     )
 
 
+def _quantization(config: Mapping[str, Any]) -> str | None:
+    """What the checkpoint's matrices are stored in, if its config says that they are quantised."""
+    found = config.get("quantization_config")
+    if not isinstance(found, Mapping):
+        return None
+    method = str(found.get("quant_method", "unknown"))
+    if method in ("fp8", "mxfp4"):
+        return method
+    bits = found.get("bits", found.get("w_bit"))
+    if bits in (4, 8) and method in ("gptq", "awq", "gptq_marlin", "awq_marlin", "auto-round", "autoround"):
+        return f"int{bits}"
+    return f"unknown ({method})"
+
+
 def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
-    if config.get("model_type") == "falcon" and not config.get("new_decoder_architecture"):
+    if config.get("model_type") in ("falcon", "gpt_bigcode") and not config.get("new_decoder_architecture"):
         return 1 if config.get("multi_query", True) else num_heads
     return _whole(config, "num_key_value_heads", "num_kv_heads", default=num_heads)
 
@@ -357,6 +383,10 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "opt": {
+        "gated_mlp": False, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "norm_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "gpt_bigcode": {
         "gated_mlp": False, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "norm_bias": True,
         "tie_word_embeddings": True,
     },
@@ -400,8 +430,10 @@ def _read(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     latent = _latent(config)
     window = _window(config)
     layer_types = _layer_types(config, num_layers, window)
-    learned = {"gpt2": positions, "opt": positions + 2}.get(model_type, 0)  # OPT's table starts at position 2
-    dtype = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
+    learned = {"gpt2": positions, "gpt_bigcode": positions, "opt": positions + 2}.get(
+        model_type, 0
+    )  # OPT's table starts at position 2
+    dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch.")
     spec = {
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "qkv_bias": bool(config.get("attention_bias", False)),
@@ -423,7 +455,8 @@ def _read(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "head_dim": _whole(config, "head_dim", "kv_channels", default=max(1, hidden // num_heads)),
         "intermediate_size": intermediate,
         "max_position_embeddings": positions,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": {"half": "float16", "float": "float32", "auto": "bfloat16"}.get(dtype, dtype),
+        "quantization": _quantization(config),
         "layer_types": layer_types,
         "sliding_window": window,
         "latent": latent,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minivllm.config import require_int
 from minivllm.theory.catalog import Device
@@ -22,6 +22,8 @@ from minivllm.theory.sizing import (
 
 # Assumed for what vLLM finds outside of PyTorch (CUDA context, NCCL buffers) and for CUDA graphs.
 OTHER_BYTES = GIB // 2
+# Batches that are computed or scheduled at a time: vLLM prepares one while another runs (async scheduling).
+IN_FLIGHT = 2
 # From here on vllm serve takes larger defaults (engine/arg_utils.py); the A100 is left out of them there.
 LARGE_GPU_BYTES = 70 * GIB
 
@@ -116,7 +118,9 @@ def default_max_num_seqs(device: Device) -> int:
 
 
 def default_max_num_batched_tokens(device: Device) -> int:
-    """vllm serve 0.30.0: 8,192 on GPUs of 70 GiB or more that are not an A100, otherwise 2,048."""
+    """vllm serve 0.30.0: 16,384 from 160 GiB on, 8,192 from 70 GiB on except for the A100, otherwise 2,048."""
+    if device.memory_bytes >= 160 * GIB:
+        return 16384
     return 8192 if _is_large(device) else 2048
 
 
@@ -144,11 +148,12 @@ def make_plan(spec: ModelSpec, device: Device, settings: Settings) -> Plan:
     except ValueError as error:
         if not 0 < settings.gpu_memory_utilization <= 1 or device.memory_bytes <= 0:
             raise
-        smallest = smallest_tp(spec, device, settings)
-        hint = f"; {smallest} of these GPUs would do" if smallest else "; no number of these GPUs would do"
-        raise ValueError(f"{spec.name} does not fit on {settings.tp} x {device.title}: {error}{hint}") from None
+        smallest = smallest_tp(spec, device, replace(settings, concurrency=None))
+        hint = f"; --tp {smallest} would do" if smallest else "; no --tp would do"
+        gpus = settings.tp * settings.pp
+        raise ValueError(f"{spec.name} does not fit on {gpus} x {device.title}: {error}{hint}") from None
     sizes = {"kv_dtype": settings.kv_dtype, "tp": settings.tp, "pp": settings.pp}
-    blocks = {"block_size": settings.block_size, "max_num_batched_tokens": batched}
+    blocks = {"block_size": settings.block_size, "max_num_batched_tokens": IN_FLIGHT * batched}
     per_request = kv_bytes_per_request(spec, settings.context, **sizes, **blocks)
     per_token = kv_bytes_per_token(spec, **sizes)
     num_blocks = int(budget // (per_token * settings.block_size)) if per_token else 0
@@ -188,10 +193,11 @@ def smallest_tp(spec: ModelSpec, device: Device, settings: Settings) -> int | No
             settings.context,
             settings.kv_dtype,
             tp,
+            settings.pp,
             block_size=settings.block_size,
-            max_num_batched_tokens=batched,
+            max_num_batched_tokens=IN_FLIGHT * batched,
         )
-        if requests_that_fit(budget, need) >= (settings.concurrency or 1):
+        if min(requests_that_fit(budget, need), max_num_seqs) >= (settings.concurrency or 1):
             return tp
     return None
 

@@ -8,6 +8,7 @@ The rules are those of vLLM 0.30.0 (v1/core/kv_cache_utils.py, v1/kv_cache_inter
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -98,9 +99,13 @@ def kv_heads_per_gpu(spec: ModelSpec, tp: int = 1) -> int:
     return max(1, spec.num_kv_heads // tp)
 
 
-def _stage_layers(spec: ModelSpec, pp: int) -> list[str]:
-    """The layers of the pipeline stage that has most of them (its memory is what limits the pool)."""
-    return list(spec.layer_types[: cdiv(spec.num_layers, pp)])
+def pipeline_stages(spec: ModelSpec, pp: int) -> list[list[str]]:
+    """The kinds of layers of each stage, shared out as vLLM does: what is left over goes to the last but one and up."""
+    sizes = [spec.num_layers // pp] * pp
+    for i in range(2, spec.num_layers % pp + 2):
+        sizes[-i] += 1
+    layers = iter(spec.layer_types)
+    return [list(itertools.islice(layers, size)) for size in sizes]
 
 
 # --- The KV cache --------------------------------------------------------------------------------------------------
@@ -144,8 +149,8 @@ def kv_bytes_per_token(
     `beyond_window` counts only the layers that keep growing once a request is longer than the sliding window.
     """
     check_parallel(spec, tp, pp)
-    layers = _stage_layers(spec, pp)
-    count = layers.count(FULL) + (0 if beyond_window else layers.count(SLIDING))
+    kinds = (FULL,) if beyond_window else (FULL, SLIDING)
+    count = max(sum(layer in kinds for layer in stage) for stage in pipeline_stages(spec, pp))
     one = kv_bytes_per_token_and_layer(spec, kv_dtype, tp)
     terms = {"layers": count, **one.terms}
     return Quantity(count * one, "B", "KV cache of a token", _with_layers(one.formula), terms)
@@ -160,9 +165,14 @@ def state_bytes(spec: ModelSpec, tp: int = 1, pp: int = 1) -> float:
     inputs of a short convolution in the model's dtype."""
     if spec.linear is None:
         return 0
-    element = KV_DTYPES[_ALIASES.get(spec.dtype, spec.dtype)].bits / 8
-    one = (4 * spec.linear.recurrent_elements + element * spec.linear.conv_elements) / tp
-    return _stage_layers(spec, pp).count(LINEAR) * one
+    return max(stage.count(LINEAR) for stage in pipeline_stages(spec, pp)) * _state_of_a_layer(spec, tp)
+
+
+def _state_of_a_layer(spec: ModelSpec, tp: int) -> float:
+    if spec.linear is None:
+        return 0
+    element = KV_DTYPES[spec.dtype].bits / 8
+    return (4 * spec.linear.recurrent_elements + element * spec.linear.conv_elements) / tp
 
 
 def kv_bytes_per_request(
@@ -177,31 +187,38 @@ def kv_bytes_per_request(
 ) -> Quantity:
     """Bytes of KV cache of a request of `num_tokens` on one GPU, in whole blocks of `block_size` tokens.
 
-    A windowed layer keeps what the window still reaches: its last `sliding_window` - 1 tokens, and the up to
-    `max_num_batched_tokens` that one step computes. A linear layer keeps a state of fixed size.
+    A windowed layer keeps what the window still reaches: its last `sliding_window` - 1 tokens and the up to
+    `max_num_batched_tokens` that are being computed; in blocks also one more, since a window may begin inside one. A
+    linear layer keeps a state of fixed size. With pipeline stages, the one that needs most.
+
+    vLLM also pads the layers of a kind to a multiple of those of the rarer kind (52 windowed layers beside 10 full ones
+    count as 60), which is left out here; so for windowed models this is a lower bound.
     """
     require_int("num_tokens", num_tokens, 0)
     require_int("block_size", block_size, 1)
     check_parallel(spec, tp, pp)
-    layers = _stage_layers(spec, pp)
     one = kv_bytes_per_token_and_layer(spec, kv_dtype, tp)
     stored = cdiv(num_tokens, block_size) * block_size
     in_window = 0
     if spec.sliding_window:
         in_window = min(num_tokens, spec.sliding_window - 1 + max_num_batched_tokens)
-        in_window = min(stored, cdiv(in_window, block_size) * block_size)
-    num_full, num_sliding = layers.count(FULL), layers.count(SLIDING)
-    state = state_bytes(spec, tp, pp)
+        in_window = min(stored, (cdiv(in_window, block_size) + (block_size > 1)) * block_size)
+    state = _state_of_a_layer(spec, tp)
+
+    def need(layers: list[str]) -> float:
+        tokens = layers.count(FULL) * stored + layers.count(SLIDING) * in_window
+        return tokens * one + layers.count(LINEAR) * state
+
+    layers = max(pipeline_stages(spec, pp), key=need)
     formula = "layers * tokens * bytes_per_token_and_layer"
-    terms = {"layers": num_full, "tokens": stored, "bytes_per_token_and_layer": one}
-    if num_sliding:
+    terms = {"layers": layers.count(FULL), "tokens": stored, "bytes_per_token_and_layer": one}
+    if SLIDING in layers:
         formula += " + windowed_layers * tokens_in_window * bytes_per_token_and_layer"
-        terms |= {"windowed_layers": num_sliding, "tokens_in_window": in_window}
-    if state:
-        formula += " + state"
-        terms |= {"state": Quantity(state, "B", "state")}
-    value = (num_full * stored + num_sliding * in_window) * one + state
-    return Quantity(value, "B", f"KV cache of a request of {num_tokens:,} tokens", formula, terms)
+        terms |= {"windowed_layers": layers.count(SLIDING), "tokens_in_window": in_window}
+    if LINEAR in layers:
+        formula += " + linear_layers * state_of_a_layer"
+        terms |= {"linear_layers": layers.count(LINEAR), "state_of_a_layer": Quantity(state, "B", "state of a layer")}
+    return Quantity(need(layers), "B", f"KV cache of a request of {num_tokens:,} tokens", formula, terms)
 
 
 # --- Weights and the budget ----------------------------------------------------------------------------------------
@@ -215,9 +232,9 @@ def weight_bytes(spec: ModelSpec, weight_dtype: str = "auto", tp: int = 1, pp: i
     """
     check_parallel(spec, tp, pp)
     key = _ALIASES.get(weight_dtype, weight_dtype)
-    key = _ALIASES.get(spec.dtype, spec.dtype) if key == "auto" else key
+    key = (spec.quantization or spec.dtype) if key == "auto" else key
     if key not in WEIGHT_BITS:
-        raise ValueError(f"weight dtype {weight_dtype!r} is unknown; known: auto, {', '.join(WEIGHT_BITS)}")
+        raise ValueError(f"weight dtype {key!r} is unknown; known: auto, {', '.join(WEIGHT_BITS)}")
     total = spec.published_parameters or float(spec.parameters)
     if WEIGHT_BITS[key] >= 16:
         return Quantity(
@@ -252,7 +269,7 @@ def activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_num_seqs:
     The widest moment: the residual stream twice, and an MLP's two inner activations, or a router's choice of experts
     for every token; then float32 logits, twice while they are sampled from, for each sequence.
     """
-    element = KV_DTYPES[_ALIASES.get(spec.dtype, spec.dtype)].bits // 8
+    element = KV_DTYPES[spec.dtype].bits // 8
     inner = spec.intermediate_size
     if spec.experts is not None:
         inner = max(spec.experts.experts_per_token * spec.experts.expert_size + spec.experts.shared_size, 1)

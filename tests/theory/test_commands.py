@@ -53,8 +53,34 @@ class TestSize:
         code, out, _ = run(capsys, *SIZE, "--context", "32768", "--concurrency", "60")
         assert code == 0
         assert "the 60 wanted do not fit" in out
-        assert "Ways out: --tp 2; --kv-dtype fp8" in out and "--context" in out
+        assert "Any of these would do: --tp 2; or --kv-dtype fp8" in out and "--context" in out
         assert json.loads(run(capsys, *SIZE, "--concurrency", "60", "--json")[1])["fits"] is False
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["--model", "qwen1.5-7b", "--gpu", "h200", "--context", "32768", "--concurrency", "300"],
+            ["--model", "llama-3-8b", "--gpu", "l4", "--tp", "8", "--context", "2048", "--concurrency", "300"],
+            ["--model", "gemma-3-27b", "--gpu", "mi300x", "--context", "32768", "--concurrency", "64"],
+            ["--model", "mistral-7b", "--gpu", "h200", "--context", "32768", "--concurrency", "300"],
+            ["--model", "qwen2.5-7b", "--gpu", "h100", "--context", "131072", "--concurrency", "20"],
+            ["--model", "deepseek-v3", "--gpu", "h200", "--tp", "8", "--context", "65536", "--concurrency", "500"],
+        ],
+    )
+    def test_ways_out_are_ways_out(self, capsys, arguments):
+        """Each alone makes the wanted requests fit."""
+        _, out, _ = run(capsys, "size", *arguments)
+        line = next(line for line in out.splitlines() if line.startswith("Any of these would do: "))
+        options = line.removeprefix("Any of these would do: ").rstrip(".").split("; or ")
+        assert options
+        for option in options:
+            changed = option.split()
+            kept = list(arguments)
+            for name in changed[::2]:
+                if name in kept:
+                    place = kept.index(name)
+                    del kept[place : place + 2]
+            assert json.loads(run(capsys, "size", *kept, *changed, "--json")[1])["fits"], option
 
     def test_a_config_of_ones_own(self, capsys, tmp_path):
         path = tmp_path / "config.json"
@@ -76,7 +102,44 @@ class TestSize:
         assert json.loads(run(capsys, *arguments, "--json")[1])["kv_tokens"] is None
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"torch_dtype": "uint8"}, "torch_dtype 'uint8' is unknown; known: float32, float16, bfloat16"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers is 1e+30, which no model has"),
+        ({"num_experts": 4, "mlp_only_layers": True}, "mlp_only_layers is True, expected a list"),
+        ({"layer_types": [[1], [1]]}, "layer_types is [[1], [1]], expected a list with a name for each layer"),
+        ({"hidden_size": "64"}, "hidden_size must be a whole number"),
+        ({"vocab_size": True}, "vocab_size must be a whole number"),
+        ({"quantization_config": {"quant_method": "new"}}, "weight dtype 'unknown (new)' is unknown"),
+    ],
+)
+def test_strange_configs(capsys, tmp_path, change, message):
+    config = {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 128, "vocab_size": 100,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    code, out, err = run(capsys, "size", "--config", str(tmp_path), "--gpu", "t4")
+    assert code == 2 and out == "" and message in err and err.count("\n") == 1
+
+
+def test_an_unknown_architecture_is_said_to_be_one(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "brand-new", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 128, "vocab_size": 100,
+    }))  # fmt: skip
+    assert "counted as if it were a Llama" in run(capsys, "size", "--config", str(tmp_path), "--gpu", "t4")[1]
+    assert run(capsys, "size", "--config", str(tmp_path), "--gpu", "t4", "--json")[1].count(
+        '"architecture_known": false'
+    )
+
+
 class TestRoofline:
+    def test_mixtures_become_bound_by_compute_when_all_experts_are_read(self, capsys):
+        found = json.loads(run(capsys, "roofline", "--model", "mixtral-8x7b", "--gpu", "h100", "--json")[1])
+        assert 3.5 * 295 < found["critical_batch_weights_only"] < 4 * 295  # 8 / 2 for the experts
+
     def test_table(self, capsys):
         code, out, _ = run(capsys, *ROOFLINE, "--batch", "1", "256", "--context", "512")
         assert code == 0
@@ -111,7 +174,7 @@ class TestRoofline:
             ["size", "--model", "llama-3.1-70b", "--gpu", "h100-sxm"],
             "llama-3.1-70b does not fit on 1 x NVIDIA H100 SXM5 80GB: nothing is left for the KV cache",
         ),
-        (["size", "--model", "llama-3.1-405b", "--gpu", "t4", "--tp", "8"], "no number of these GPUs would do"),
+        (["size", "--model", "llama-3.1-405b", "--gpu", "t4", "--tp", "8"], "no --tp would do"),
         ([*SIZE, "--context", "0"], "argument --context: 0 is not a whole number of at least 1"),
         ([*SIZE, "--context", "-5"], "argument --context: -5 is not a whole number of at least 1"),
         ([*SIZE, "--context", "many"], "argument --context: 'many' is not a whole number"),
@@ -132,6 +195,10 @@ class TestRoofline:
         ([*ROOFLINE, "--memory-efficiency", "2"], "memory_efficiency is 2.0, expected more than 0 and at most 1"),
         (["roofline", "--model", "qwen2.5-7b", "--gpu", "m4-max"], "has no rate for 'bfloat16'"),
         (["sizes"], "invalid choice: 'sizes'"),
+        ([*SIZE, "--tp", "9" * 400], "is not a whole number of at least 1"),
+        ([*ROOFLINE, "--batch", "30000000"], "--batch is 30,000,000, at most 100,000 requests"),
+        (["drill", "--count", "100000000"], "--count is 100,000,000, at most 1,000 questions"),
+        (["size", "--model", "x" * 5000, "--gpu", "t4"], "unknown model 'xxx"),
     ],
 )
 def test_one_clear_line(capsys, arguments, message):

@@ -92,6 +92,8 @@ def test_wrong_answers(text, message):
         ("fifty", "'fifty' is not a number; write one, with or without a unit \\(KiB\\)"),
         ("56 tokens", "the unit 'tokens' does not fit; a plain number counts as KiB"),
         ("5.6.1", "'5.6.1' is not a number"),
+        ("1,75", "'1,75' can be read in two ways"),
+        ("15,2 KiB", "'15,2' can be read in two ways"),
     ],
 )
 def test_what_is_no_answer(text, message):

@@ -31,7 +31,9 @@ class TestKVCache:
     def test_blocks_round_up_by_less_than_one(self, model, dtype, n, block_size):
         exact = sizing.kv_bytes_per_request(model, n, dtype)
         stored = sizing.kv_bytes_per_request(model, n, dtype, block_size=block_size)
-        assert exact <= stored < exact + block_size * sizing.kv_bytes_per_token(model, dtype)
+        # A window may begin inside a block, so it needs one more.
+        blocks = 2 if block_size > 1 and model.sliding_window else 1
+        assert exact <= stored < exact + blocks * block_size * sizing.kv_bytes_per_token(model, dtype) + 1
 
     @given(models, tokens, st.data())
     def test_tp_loses_no_token(self, model, n, data):
@@ -66,6 +68,20 @@ class TestKVCache:
         blocks = sizing.num_kv_blocks(budget, per_token, block_size)
         assert blocks * block_size * per_token <= budget < (blocks + 1) * block_size * per_token
 
+    def test_pipeline_stages(self):
+        """As vLLM shares them out; the stage with most cache counts, and not the first one."""
+        sizes = {
+            pp: [len(stage) for stage in sizing.pipeline_stages(find_model("gemma-3-27b"), pp)] for pp in (3, 4, 8)
+        }
+        assert sizes == {3: [21, 21, 20], 4: [15, 16, 16, 15], 8: [7, 8, 8, 8, 8, 8, 8, 7]}
+        gemma = find_model("gemma-3-27b")
+        one = sizing.kv_bytes_per_token_and_layer(gemma)
+        needs = [
+            (stage.count("full_attention") * 131072 + stage.count("sliding_attention") * 1024) * one
+            for stage in sizing.pipeline_stages(gemma, 8)
+        ]
+        assert sizing.kv_bytes_per_request(gemma, 131072, pp=8) == max(needs) > needs[0]
+
     def test_scales(self):
         """Bytes of a head's key: 128 elements."""
         found = {name: dtype.bytes_per_vector(128) for name, dtype in KV_DTYPES.items()}
@@ -81,7 +97,7 @@ class TestKVCache:
         one = sizing.kv_bytes_per_token_and_layer(gemma)
         assert sizing.kv_bytes_per_request(gemma, 32768) == (10 * 32768 + 52 * 1024) * one
         chunked = sizing.kv_bytes_per_request(gemma, 32768, block_size=16, max_num_batched_tokens=2048)
-        assert chunked == (10 * 32768 + 52 * 3072) * one  # 1,023 + 2,048 tokens, in blocks
+        assert chunked == (10 * 32768 + 52 * 3088) * one  # 1,023 + 2,048 tokens in 192 blocks, and one more
 
     def test_linear_attention_is_a_fixed_part(self):
         """Qwen3-Next: 3 of 4 layers keep a matrix per head instead of tokens."""
@@ -136,6 +152,17 @@ class TestWeights:
         assert sizing.weight_bytes(find_model("llama-3.1-8b")) / GIB == pytest.approx(14.96, abs=0.005)
         four_bits = sizing.weight_bytes(find_model("qwen2.5-7b"), "int4")
         assert four_bits / GB == pytest.approx(5.57, abs=0.05)  # the GPTQ-Int4 checkpoint on the hub
+
+    def test_quantised_checkpoints_say_so(self):
+        """gpt-oss-120b comes in MXFP4 (65.2 GB of files), DeepSeek-V3 in fp8 (688 GB with its extra layer)."""
+        assert sizing.weight_bytes(find_model("gpt-oss-120b")) / GB == pytest.approx(65.2, rel=0.03)
+        assert sizing.weight_bytes(find_model("deepseek-v3")) / GB == pytest.approx(673, rel=0.01)
+        config = QWEN3_NEXT | {"quantization_config": {"quant_method": "awq", "bits": 4}}
+        assert ModelSpec.from_hf(config).quantization == "int4"
+        strange = ModelSpec.from_hf(QWEN3_NEXT | {"quantization_config": {"quant_method": "new"}})
+        with pytest.raises(ValueError, match=r"weight dtype 'unknown \(new\)' is unknown; known: auto"):
+            sizing.weight_bytes(strange)
+        assert sizing.weight_bytes(strange, "fp8") < sizing.weight_bytes(strange, "bfloat16")
 
     def test_files(self, tmp_path):
         (tmp_path / "model-00001.safetensors").write_bytes(bytes(100))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from minivllm.config import cdiv
 from minivllm.theory.catalog import Device, find_device, find_model
 from minivllm.theory.drills import TOPICS, draw, play
 from minivllm.theory.model_spec import ModelSpec
@@ -26,7 +27,6 @@ from minivllm.theory.roofline import (
     step_time,
 )
 from minivllm.theory.sizing import WEIGHT_BITS, kv_bytes_per_token, possible_tp
-
 
 LARGEST = 10**9  # of any number on the command line
 
@@ -119,10 +119,9 @@ def ways_out(plan: Plan) -> list[str]:
         changes.append(base | {"kv_dtype": "fp8"})
     if plan.settings.weight_dtype == "auto" and plan.settings.weight_bytes is None and plan.spec.quantization is None:
         changes.append(base | {"weight_dtype": "fp8"})
-    shorter = plan.settings.context // 2
-    while shorter >= 256:
+    shorter = _longest_that_fits(plan, base)
+    if shorter:
         changes.append(base | {"context": shorter})
-        shorter //= 2
     found: dict[str, str] = {}  # the first of a kind, which changes least
     for change in changes:
         kind = ", ".join(change)
@@ -131,6 +130,16 @@ def ways_out(plan: Plan) -> list[str]:
             if change == base:
                 break
     return list(found.values()) or ["a larger GPU, or a smaller model"]
+
+
+def _longest_that_fits(plan: Plan, change: dict[str, Any]) -> int:
+    """The longest context, in whole blocks, with which the wanted requests fit; 0 if none does."""
+    low, high = 0, cdiv(plan.settings.context, plan.settings.block_size)
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = _fits(plan, change | {"context": middle * plan.settings.block_size})
+        low, high = (middle, high) if fits else (low, middle)
+    return low * plan.settings.block_size
 
 
 def _fits(plan: Plan, change: dict[str, Any]) -> bool:

@@ -19,6 +19,10 @@ INSPECT = r"""
 const done = arguments[arguments.length - 1];
 const visible = (node) => { const b = node.getBoundingClientRect(); return b.width > 0 && b.height > 0; };
 (async () => {
+  // The script is loaded asynchronously: on a busy machine it may come after the page.
+  const comes = document.querySelector("script[src*='mathjax']");
+  for (let i = 0; comes && i < 300 && !(window.MathJax && MathJax.startup && MathJax.startup.promise); i++)
+    await new Promise((go) => setTimeout(go, 100));
   if (window.MathJax && MathJax.startup) await MathJax.startup.promise;
   document.querySelectorAll("details").forEach((d) => { d.dataset.was = d.open; d.open = true; });
   await Promise.all([...document.images].map((i) => { i.loading = "eager"; return i.decode().catch(() => {}); }));

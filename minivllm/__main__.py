@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import minivllm
-from minivllm.commands import add_parsers, run_drill, run_roofline, run_size
+from minivllm.commands import add_parsers
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,9 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from minivllm.doctor import main as doctor
 
         return doctor()
-    if chosen.command in ("size", "roofline", "drill"):
+    if chosen.command is not None:
         try:
-            return {"size": run_size, "roofline": run_roofline, "drill": run_drill}[chosen.command](chosen)
+            return chosen.run(chosen)
         except ValueError as error:
             print(f"minivllm {chosen.command}: {error}", file=sys.stderr)
             return 2

@@ -14,8 +14,8 @@ from typing import Any
 from minivllm.config import cdiv
 from minivllm.theory.catalog import Device, find_device, find_model
 from minivllm.theory.drills import TOPICS, draw, play
-from minivllm.theory.model_spec import ModelSpec
-from minivllm.theory.plan import Plan, Settings, make_plan
+from minivllm.theory.model_spec import FULL, SLIDING, ModelSpec
+from minivllm.theory.plan import Plan, Settings, fits, make_plan
 from minivllm.theory.quantity import GIB, Quantity, format_bytes
 from minivllm.theory.roofline import (
     Step,
@@ -26,16 +26,17 @@ from minivllm.theory.roofline import (
     ridge_point,
     step_time,
 )
-from minivllm.theory.sizing import WEIGHT_BITS, kv_bytes_per_token, possible_tp
+from minivllm.theory.sizing import WEIGHT_BITS, check_context, kv_bytes_per_token, possible_tp
 
 LARGEST = 10**9  # of any number on the command line
 
 
 def add_parsers(commands: argparse._SubParsersAction) -> None:
-    """Add both commands to the program's parser."""
+    """Add the commands to the program's parser; each sets `run`, the function that runs it."""
     size = commands.add_parser(
         "size", help="how many requests of a model fit on a GPU, and what limits them", description=_SIZE
     )
+    size.set_defaults(run=run_size)
     _add_model_and_gpu(size)
     size.add_argument(
         "--context", type=_count, help="tokens of a request, prompt and output (default: the model's most)"
@@ -53,6 +54,7 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
     roofline = commands.add_parser(
         "roofline", help="how fast prefill and decode can be at best, and what bounds them", description=_ROOFLINE
     )
+    roofline.set_defaults(run=run_roofline)
     _add_model_and_gpu(roofline)
     roofline.add_argument("--context", type=_count, default=4096, help="tokens of each request (default 4096)")
     roofline.add_argument("--batch", type=_count, nargs="+", default=[1, 8, 32, 128, 256], help="decode batch sizes")
@@ -61,6 +63,7 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
     roofline.add_argument("--plot", metavar="FILE", help="write the roofline as a picture (png, svg, pdf)")
 
     drill = commands.add_parser("drill", help="napkin questions of an interview, with a score", description=_DRILL)
+    drill.set_defaults(run=run_drill)
     drill.add_argument("--topic", help=f"one of {', '.join(TOPICS)} (default: all)")
     drill.add_argument("--count", type=_count, default=10, help="questions (default 10)")
     drill.add_argument("--seed", type=int, help="the same seed draws the same questions (default: new ones each time)")
@@ -137,16 +140,13 @@ def _longest_that_fits(plan: Plan, change: dict[str, Any]) -> int:
     low, high = 0, cdiv(plan.settings.context, plan.settings.block_size)
     while high - low > 1:
         middle = (low + high) // 2
-        fits = _fits(plan, change | {"context": middle * plan.settings.block_size})
-        low, high = (middle, high) if fits else (low, middle)
+        enough = _fits(plan, change | {"context": middle * plan.settings.block_size})
+        low, high = (middle, high) if enough else (low, middle)
     return low * plan.settings.block_size
 
 
 def _fits(plan: Plan, change: dict[str, Any]) -> bool:
-    try:
-        return make_plan(plan.spec, plan.device, replace(plan.settings, **change)).fits
-    except ValueError:
-        return False
+    return fits(plan.spec, plan.device, replace(plan.settings, **change))
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -154,12 +154,9 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     gpus = settings.tp * settings.pp
     estimated = "given" if settings.activation_bytes is not None else "estimated"
     reported = "reported by the driver" if plan.device.memory_reported_gib else "as labelled"
-    dtypes = (
-        f"weights {_weight_dtype(plan)}, KV cache {spec.dtype if settings.kv_dtype == 'auto' else settings.kv_dtype}"
-    )
     rows = [
         ("model", f"{spec.name}: {spec.describe_layers()} layers, {spec.num_heads} heads, {_kv_heads(spec)}"),
-        ("dtypes", dtypes),
+        ("dtypes", f"weights {_weight_dtype(plan)}, KV cache {_kv_dtype(plan)}"),
         ("GPUs", f"{gpus} x {plan.device.title}, {plan.device.memory_bytes / GIB:,.2f} GiB each ({reported})"),
         ("", "on each GPU"),
         ("weights", format_bytes(plan.weights)),
@@ -175,7 +172,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
             ("blocks", f"{plan.num_blocks:,} of {settings.block_size} tokens"),
             ("KV tokens", f"{plan.num_tokens:,}"),
         ]
-    if "sliding_attention" in spec.layer_types:
+    if SLIDING in spec.layer_types:
         growth = kv_bytes_per_token(spec, settings.kv_dtype, settings.tp, settings.pp, beyond_window=True)
         rows.append(("beyond the window", f"{format_bytes(growth)} per token and GPU"))
     if not spec.is_known:
@@ -201,7 +198,7 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "activation_bytes_per_gpu": float(plan.activation_peak),
         "other_bytes_per_gpu": plan.settings.other_bytes,
         "weight_dtype": _weight_dtype(plan),
-        "kv_dtype": plan.spec.dtype if plan.settings.kv_dtype == "auto" else plan.settings.kv_dtype,
+        "kv_dtype": _kv_dtype(plan),
         "gpu_memory_utilization": plan.settings.gpu_memory_utilization,
         "max_num_batched_tokens": plan.max_num_batched_tokens,
         "architecture_known": plan.spec.is_known,
@@ -228,8 +225,12 @@ def _weight_dtype(plan: Plan) -> str:
     return plan.spec.quantization or plan.spec.dtype if chosen == "auto" else chosen
 
 
+def _kv_dtype(plan: Plan) -> str:
+    return plan.spec.dtype if plan.settings.kv_dtype == "auto" else plan.settings.kv_dtype
+
+
 def _keeps_every_token(spec: ModelSpec) -> bool:
-    return set(spec.layer_types) == {"full_attention"}
+    return set(spec.layer_types) == {FULL}
 
 
 def _kv_heads(spec: ModelSpec) -> str:
@@ -255,11 +256,7 @@ def run_drill(args: argparse.Namespace) -> int:
 def run_roofline(args: argparse.Namespace) -> int:
     """ValueError if something cannot be."""
     spec, device = _model(args), find_device(args.gpu)
-    if args.context > spec.max_position_embeddings:
-        raise ValueError(
-            f"context {args.context:,} is more than {spec.name} was made for: at most "
-            f"{spec.max_position_embeddings:,} tokens (max_position_embeddings)"
-        )
+    check_context(spec, args.context)
     if max(args.batch) > 100_000:
         raise ValueError(f"--batch is {max(args.batch):,}, at most 100,000 requests")
     flop_s = device.flop_s(spec.dtype) * args.compute_efficiency
@@ -267,7 +264,7 @@ def run_roofline(args: argparse.Namespace) -> int:
     options = {"weight_dtype": args.weight_dtype, "kv_dtype": args.kv_dtype, "tp": args.tp}
     steps = [("prefill", 1, prefill_step(spec, args.context, **options))]
     steps += [("decode", batch, decode_step(spec, batch, args.context, **options)) for batch in args.batch]
-    rows = [_roofline_row(args, device, *step) for step in steps]
+    rows = [_roofline_row(args, spec, device, *step) for step in steps]
     ridge = ridge_point(flop_s, bytes_s)
     one = decode_step(spec, 1, args.context, **options)
     per_token = one.parts["projections"].flops + one.parts["lm_head"].flops
@@ -297,11 +294,13 @@ def run_roofline(args: argparse.Namespace) -> int:
     return 0
 
 
-def _roofline_row(args: argparse.Namespace, device: Device, phase: str, batch: int, step: Step) -> dict[str, Any]:
+def _roofline_row(
+    args: argparse.Namespace, spec: ModelSpec, device: Device, phase: str, batch: int, step: Step
+) -> dict[str, Any]:
     link = None if device.interconnect_gb_s is None else device.interconnect_gb_s * 1e9
     time = step_time(
         step,
-        device.flop_s(_model(args).dtype),
+        device.flop_s(spec.dtype),
         device.bandwidth,
         compute_efficiency=args.compute_efficiency,
         memory_efficiency=args.memory_efficiency,

@@ -11,7 +11,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from minivllm.theory import roofline, sizing
 from minivllm.theory.catalog import find_device, find_model
@@ -25,7 +25,6 @@ UNITS: dict[str, dict[str, float]] = {
         "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
     },
     "s": {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "\u03bcs": 1e-6},
-    "B/s": {"b/s": 1, "gb/s": 1e9, "tb/s": 1e12, "gib/s": 2**30},
     "FLOP/B": {"flop/b": 1, "flop/byte": 1, "flops/b": 1, "flops/byte": 1, "ops/byte": 1},
     "tokens": {"tokens": 1, "token": 1, "requests": 1},
     "requests": {"requests": 1, "request": 1, "x": 1},
@@ -131,7 +130,7 @@ def make(maker: Maker, seed: int) -> Drill:
             same = next((known for known in by_value if math.isclose(known, value, rel_tol=1e-6)), value)
             by_value.setdefault(same, []).append(mistake)
     traps = {"; or ".join(mistakes): value for value, mistakes in by_value.items()}
-    return Drill(made.name, made.question, made.answer, made.ask_in, traps, made.tolerance)
+    return replace(made, traps=traps)
 
 
 # --- Sizing --------------------------------------------------------------------------------------------------------

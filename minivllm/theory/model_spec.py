@@ -254,11 +254,6 @@ class ModelSpec:
     def _norms(self) -> int:
         return (self.norms_per_layer * self.num_layers + 1) * self.hidden_size * (2 if self.norm_bias else 1)
 
-    @property
-    def num_attention_layers(self) -> int:
-        """Layers with keys and values; the others keep a state of fixed size."""
-        return self.num_layers - self.layer_types.count(LINEAR)
-
     def describe_layers(self) -> str:
         """E.g. "28 full", "10 full, 50 sliding (1,024)"."""
         names = {FULL: "full", SLIDING: f"sliding ({self.sliding_window or 0:,})", LINEAR: "linear"}

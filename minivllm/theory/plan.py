@@ -9,12 +9,15 @@ from minivllm.theory.catalog import Device
 from minivllm.theory.model_spec import ModelSpec
 from minivllm.theory.quantity import GIB, Quantity
 from minivllm.theory.sizing import (
+    NoRoom,
     activation_bytes,
+    check_context,
     check_parallel,
     kv_budget,
     kv_bytes_per_request,
     kv_bytes_per_token,
     longest_context,
+    num_kv_blocks,
     possible_tp,
     requests_that_fit,
     weight_bytes,
@@ -72,9 +75,26 @@ class Plan:
     budget: Quantity
     per_token: Quantity
     per_request: Quantity
-    num_blocks: int  # of `block_size` tokens in all layers; for models that keep every token
     requests_in_memory: Quantity
-    longest_context: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of `block_size` tokens in all layers; for models that keep every token."""
+        return int(num_kv_blocks(self.budget, self.per_token, self.settings.block_size)) if self.per_token else 0
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens of the longest request that the KV budget holds, at most what the model was made for."""
+        longest = longest_context(
+            self.spec,
+            self.budget,
+            self.settings.kv_dtype,
+            self.settings.tp,
+            self.settings.pp,
+            block_size=self.settings.block_size,
+            max_num_batched_tokens=IN_FLIGHT * self.max_num_batched_tokens,
+        )
+        return min(longest, self.spec.max_position_embeddings)
 
     @property
     def num_tokens(self) -> int:
@@ -134,86 +154,73 @@ def make_plan(spec: ModelSpec, device: Device, settings: Settings) -> Plan:
     Raises ValueError, in one line, if the context is longer than the model's, the heads cannot be shared among the
     GPUs, or the weights leave no room; the message says by how much, and from how many GPUs on they would.
     """
-    check_parallel(spec, settings.tp, settings.pp)
-    if settings.context > spec.max_position_embeddings:
-        raise ValueError(
-            f"context {settings.context:,} is more than {spec.name} was made for: at most "
-            f"{spec.max_position_embeddings:,} tokens (max_position_embeddings)"
-        )
-    max_num_seqs = settings.max_num_seqs or default_max_num_seqs(device)
-    batched = settings.max_num_batched_tokens or default_max_num_batched_tokens(device)
-    parts = _memory(spec, settings, settings.tp, max_num_seqs, batched)
     try:
-        budget = kv_budget(device.memory_bytes, settings.gpu_memory_utilization, *parts, settings.other_bytes)
-    except ValueError as error:
-        if not 0 < settings.gpu_memory_utilization <= 1 or device.memory_bytes <= 0:
-            raise
+        return _plan(spec, device, settings)
+    except NoRoom as error:
         smallest = smallest_tp(spec, device, replace(settings, concurrency=None))
         hint = f"; --tp {smallest} would do" if smallest else "; no --tp would do"
         gpus = settings.tp * settings.pp
         raise ValueError(f"{spec.name} does not fit on {gpus} x {device.title}: {error}{hint}") from None
+
+
+def fits(spec: ModelSpec, device: Device, settings: Settings) -> bool:
+    """Whether these settings hold the weights and the wanted requests, or at least one."""
+    try:
+        return _plan(spec, device, settings).fits
+    except ValueError:
+        return False
+
+
+def smallest_tp(spec: ModelSpec, device: Device, settings: Settings) -> int | None:
+    """The smallest number of GPUs, as tensor parallelism, that holds the weights and the wanted requests (at least
+    one); None if none does."""
+    return next((tp for tp in possible_tp(spec) if fits(spec, device, replace(settings, tp=tp))), None)
+
+
+def _plan(spec: ModelSpec, device: Device, settings: Settings) -> Plan:
+    check_parallel(spec, settings.tp, settings.pp)
+    check_context(spec, settings.context)
+    max_num_seqs = settings.max_num_seqs or default_max_num_seqs(device)
+    batched = settings.max_num_batched_tokens or default_max_num_batched_tokens(device)
+    weights, activation_peak = _memory(spec, settings, max_num_seqs, batched)
+    budget = kv_budget(
+        device.memory_bytes, settings.gpu_memory_utilization, weights, activation_peak, settings.other_bytes
+    )
     sizes = {"kv_dtype": settings.kv_dtype, "tp": settings.tp, "pp": settings.pp}
-    blocks = {"block_size": settings.block_size, "max_num_batched_tokens": IN_FLIGHT * batched}
-    per_request = kv_bytes_per_request(spec, settings.context, **sizes, **blocks)
-    per_token = kv_bytes_per_token(spec, **sizes)
-    num_blocks = int(budget // (per_token * settings.block_size)) if per_token else 0
+    per_request = kv_bytes_per_request(
+        spec,
+        settings.context,
+        **sizes,
+        block_size=settings.block_size,
+        max_num_batched_tokens=IN_FLIGHT * batched,
+    )
     return Plan(
         spec=spec,
         device=device,
         settings=settings,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
-        weights=parts[0],
-        activation_peak=parts[1],
+        weights=weights,
+        activation_peak=activation_peak,
         budget=budget,
-        per_token=per_token,
+        per_token=kv_bytes_per_token(spec, **sizes),
         per_request=per_request,
-        num_blocks=num_blocks,
         requests_in_memory=requests_that_fit(budget, per_request),
-        longest_context=min(
-            longest_context(spec, budget, **sizes, **blocks),
-            spec.max_position_embeddings,
-        ),
     )
 
 
-def smallest_tp(spec: ModelSpec, device: Device, settings: Settings) -> int | None:
-    """The smallest number of GPUs, as tensor parallelism, that holds the weights and the wanted requests (at least
-    one); None if none does."""
-    max_num_seqs = settings.max_num_seqs or default_max_num_seqs(device)
-    batched = settings.max_num_batched_tokens or default_max_num_batched_tokens(device)
-    for tp in possible_tp(spec):
-        parts = _memory(spec, settings, tp, max_num_seqs, batched)
-        try:
-            budget = kv_budget(device.memory_bytes, settings.gpu_memory_utilization, *parts, settings.other_bytes)
-        except ValueError:
-            continue
-        need = kv_bytes_per_request(
-            spec,
-            settings.context,
-            settings.kv_dtype,
-            tp,
-            settings.pp,
-            block_size=settings.block_size,
-            max_num_batched_tokens=IN_FLIGHT * batched,
-        )
-        if min(requests_that_fit(budget, need), max_num_seqs) >= (settings.concurrency or 1):
-            return tp
-    return None
-
-
 def _memory(
-    spec: ModelSpec, settings: Settings, tp: int, max_num_seqs: int, max_num_batched_tokens: int
+    spec: ModelSpec, settings: Settings, max_num_seqs: int, max_num_batched_tokens: int
 ) -> tuple[Quantity, Quantity]:
     """Weights and activation peak on one of `tp` x `pp` GPUs."""
     if settings.weight_bytes is None:
-        weights = weight_bytes(spec, settings.weight_dtype, tp, settings.pp)
+        weights = weight_bytes(spec, settings.weight_dtype, settings.tp, settings.pp)
     else:
-        gpus = tp * settings.pp
+        gpus = settings.tp * settings.pp
         terms = {"files": settings.weight_bytes, "GPUs": gpus}
         weights = Quantity(settings.weight_bytes / gpus, "B", "weights", "files / GPUs", terms)
     if settings.activation_bytes is None:
-        activations = activation_bytes(spec, max_num_batched_tokens, max_num_seqs, tp)
+        activations = activation_bytes(spec, max_num_batched_tokens, max_num_seqs, settings.tp)
     else:
         activations = Quantity(settings.activation_bytes, "B", "activation peak")
     return weights, activations

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from minivllm.config import cdiv, require_int
 from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec
-from minivllm.theory.quantity import GIB, Quantity, format_bytes
+from minivllm.theory.quantity import GIB, Quantity
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,10 @@ WEIGHT_BITS = {
 }
 
 
+class NoRoom(ValueError):
+    """The weights and what else must be in memory leave nothing for the KV cache."""
+
+
 def kv_dtype_named(name: str, spec: ModelSpec) -> KVDtype:
     """The dtype of that name; "auto" is the model's own. ValueError lists the names."""
     own = spec.dtype if name == "auto" else name
@@ -88,6 +92,15 @@ def check_parallel(spec: ModelSpec, tp: int, pp: int = 1) -> None:
         )
     if pp > spec.num_layers:
         raise ValueError(f"{spec.name} has {spec.num_layers} layers, too few for pp = {pp} stages")
+
+
+def check_context(spec: ModelSpec, context: int) -> None:
+    """ValueError if a request of that length is longer than the model was made for."""
+    if context > spec.max_position_embeddings:
+        raise ValueError(
+            f"context {context:,} is more than {spec.name} was made for: at most {spec.max_position_embeddings:,} "
+            "tokens (max_position_embeddings)"
+        )
 
 
 def _kv_heads_fit(spec: ModelSpec, tp: int) -> bool:
@@ -163,8 +176,6 @@ def _with_layers(formula: str) -> str:
 def state_bytes(spec: ModelSpec, tp: int = 1, pp: int = 1) -> float:
     """Bytes that the linear-attention layers keep per request, however long: a float32 matrix per head, and the last
     inputs of a short convolution in the model's dtype."""
-    if spec.linear is None:
-        return 0
     return max(stage.count(LINEAR) for stage in pipeline_stages(spec, pp)) * _state_of_a_layer(spec, tp)
 
 
@@ -298,7 +309,7 @@ def kv_budget(
 ) -> Quantity:
     """Bytes left for the KV cache: utilisation x memory - weights - activation peak - other (CUDA context, NCCL ...).
 
-    Raises ValueError if nothing is left; the message has the terms.
+    Raises NoRoom if nothing is left; the message has the terms.
     """
     if not memory_bytes > 0 or not math.isfinite(memory_bytes):
         raise ValueError(f"memory is {memory_bytes!r} bytes, expected a positive number")
@@ -309,7 +320,7 @@ def kv_budget(
     usable = memory_bytes * gpu_memory_utilization
     left = usable - weights - activation_peak - other
     if left <= 0:
-        raise ValueError(
+        raise NoRoom(
             f"nothing is left for the KV cache: {gpu_memory_utilization:g} of {memory_bytes / GIB:,.2f} GiB is "
             f"{usable / GIB:,.2f} GiB, weights take {weights / GIB:,.2f}, activations {activation_peak / GIB:,.2f} and "
             f"the rest {other / GIB:,.2f} GiB. Use more GPUs (tp), smaller weights, or a larger GPU"
@@ -430,8 +441,3 @@ def possible_tp(spec: ModelSpec, most: int = 64) -> Iterator[int]:
         if spec.num_heads % tp == 0 and _kv_heads_fit(spec, tp):
             yield tp
         tp *= 2
-
-
-def describe_bytes_per_token(spec: ModelSpec, kv_dtype: str = "auto") -> str:
-    """One line for tables: "57,344 B = 56.00 KiB = 57.34 kB (28 full)"."""
-    return f"{format_bytes(kv_bytes_per_token(spec, kv_dtype))} ({spec.describe_layers()})"

@@ -14,7 +14,7 @@ from typing import Any
 from minivllm.config import cdiv
 from minivllm.theory.catalog import Device, find_device, find_model
 from minivllm.theory.drills import TOPICS, draw, play
-from minivllm.theory.model_spec import FULL, SLIDING, ModelSpec
+from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec
 from minivllm.theory.plan import Plan, Settings, fits, make_plan
 from minivllm.theory.quantity import GIB, Quantity, format_bytes
 from minivllm.theory.roofline import (
@@ -26,7 +26,7 @@ from minivllm.theory.roofline import (
     ridge_point,
     step_time,
 )
-from minivllm.theory.sizing import WEIGHT_BITS, check_context, kv_bytes_per_token, possible_tp
+from minivllm.theory.sizing import WEIGHT_BITS, check_context, kv_bytes_per_token, possible_tp, state_bytes_per_layer
 
 LARGEST = 10**9  # of any number on the command line
 
@@ -120,6 +120,8 @@ def ways_out(plan: Plan) -> list[str]:
     changes += [base | {"tp": tp} for tp in possible_tp(plan.spec) if tp > plan.settings.tp]
     if plan.settings.kv_dtype == "auto":
         changes.append(base | {"kv_dtype": "fp8"})
+    if SLIDING in plan.spec.layer_types and plan.max_num_batched_tokens > 2048:
+        changes.append({"max_num_batched_tokens": 2048} | base)
     if plan.settings.weight_dtype == "auto" and plan.settings.weight_bytes is None and plan.spec.quantization is None:
         changes.append(base | {"weight_dtype": "fp8"})
     shorter = _longest_that_fits(plan, base)
@@ -167,18 +169,18 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("", "on the server"),
         ("KV per request", f"{format_bytes(plan.per_request)} per GPU for {settings.context:,} tokens"),
     ]
-    if _keeps_every_token(spec):
-        rows += [
-            ("blocks", f"{plan.num_blocks:,} of {settings.block_size} tokens"),
-            ("KV tokens", f"{plan.num_tokens:,}"),
-        ]
+    rows += [("blocks", f"{int(plan.num_blocks):,} of {plan.layout.block_size:,} tokens{_groups(plan)}")]
     if SLIDING in spec.layer_types:
         growth = kv_bytes_per_token(spec, settings.kv_dtype, settings.tp, settings.pp, beyond_window=True)
         rows.append(("beyond the window", f"{format_bytes(growth)} per token and GPU"))
+    if LINEAR in spec.layer_types:
+        state = spec.layer_types.count(LINEAR) * state_bytes_per_layer(spec, settings.tp)
+        rows.append(("state", f"{format_bytes(state)} per request and GPU, whatever its length"))
     if not spec.is_known:
         rows.append(("note", f"model_type {spec.model_type!r} is not known here: counted as if it were a Llama"))
     rows += [
-        ("concurrency", f"{plan.max_concurrency:,.2f} requests of {settings.context:,} tokens"),
+        ("KV tokens", f"{plan.num_tokens:,}"),
+        ("concurrency", f"{float(plan.max_concurrency):,.2f} requests of {settings.context:,} tokens"),
         ("requests at once", f"{plan.requests_at_once:,} (max_num_seqs {plan.max_num_seqs:,})"),
         ("longest context", f"{plan.longest_context:,} tokens for one request"),
     ]
@@ -205,9 +207,11 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "kv_budget_bytes_per_gpu": float(plan.budget),
         "kv_bytes_per_token_per_gpu": float(plan.per_token),
         "kv_bytes_per_request_per_gpu": float(plan.per_request),
-        "block_size_tokens": plan.settings.block_size,
-        "num_blocks": plan.num_blocks if _keeps_every_token(plan.spec) else None,
-        "kv_tokens": plan.num_tokens if _keeps_every_token(plan.spec) else None,
+        "block_size_tokens": plan.layout.block_size,
+        "block_bytes_per_gpu": float(plan.layout.block_bytes),
+        "blocks_per_request": int(plan.per_request.terms["blocks_per_request"]),
+        "num_blocks": int(plan.num_blocks),
+        "kv_tokens": plan.num_tokens,
         "max_concurrency_requests": float(plan.max_concurrency),
         "max_num_seqs": plan.max_num_seqs,
         "requests_at_once": plan.requests_at_once,
@@ -229,8 +233,13 @@ def _kv_dtype(plan: Plan) -> str:
     return plan.spec.dtype if plan.settings.kv_dtype == "auto" else plan.settings.kv_dtype
 
 
-def _keeps_every_token(spec: ModelSpec) -> bool:
-    return set(spec.layer_types) == {FULL}
+def _groups(plan: Plan) -> str:
+    """Where layers of several kinds share the pool: what each kind takes of it."""
+    if len(plan.layout.num_groups) == 1:
+        return ""
+    short = {FULL: "full", SLIDING: "sliding", LINEAR: "linear"}
+    groups = ", ".join(f"{number} {short[kind]}" for kind, number in plan.layout.num_groups.items())
+    return f", for groups of layers: {groups}"
 
 
 def _kv_heads(spec: ModelSpec) -> str:

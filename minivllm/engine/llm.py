@@ -78,7 +78,7 @@ class LLM:
         pack_weights(loaded.model)
         loaded.model = trace_pieces(loaded.model)
         max_model_len = _check_model_len(loaded, max_model_len)
-        default_tokens, default_seqs = memory.default_batch_limits(device)
+        default_tokens, default_seqs = memory.batch_limits(device)
         if max_num_seqs is None:
             max_num_seqs = min(default_seqs, max_num_batched_tokens or default_seqs)
         if max_num_batched_tokens is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minivllm.config import CacheConfig, cdiv
+from minivllm.config import CacheConfig, cdiv, default_batch_limits
 from minivllm.model_config import ModelConfig
 from minivllm.models.weights import total_memory
 
@@ -54,15 +54,12 @@ def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype)
     return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize * block_size
 
 
-def default_batch_limits(device: torch.device) -> tuple[int, int]:
+def batch_limits(device: torch.device) -> tuple[int, int]:
     """(max_num_batched_tokens, max_num_seqs) of vLLM 0.30.0's offline LLM class for this device."""
     if device.type != "cuda":
         return 4096, 256
-    gib = torch.cuda.get_device_properties(device).total_memory / GIB
-    name = torch.cuda.get_device_name(device).lower()
-    if gib >= 70 and "a100" not in name:
-        return 16384, 1024
-    return 8192, 256
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return default_batch_limits(memory, torch.cuda.get_device_name(device), server=False)
 
 
 def choose_num_blocks(

@@ -46,6 +46,7 @@ class LinearAttention:
     key_head_dim: int
     value_head_dim: int
     conv_kernel: int
+    state_dtype: str  # of the recurrent matrices; the convolution's inputs have the model's dtype
 
     @property
     def conv_channels(self) -> int:
@@ -69,6 +70,7 @@ class Experts:
     expert_size: int  # intermediate size of one expert
     shared_size: int  # of all shared experts together, 0 for none
     num_layers: int  # layers that have experts; the others have a plain MLP
+    shared_gate: bool = False  # one more row in the router, which weighs the shared experts
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class ModelSpec:
     mlp_bias: bool = False
     head_bias: bool = False
     qk_norm: bool = False
+    output_gate: bool = False  # the query projection is twice as wide: its second half gates attention's output
     norms_per_layer: int = 2
     norm_bias: bool = False
     attention_sinks: bool = False
@@ -131,6 +134,10 @@ class ModelSpec:
             raise ValueError(f"{self.name}: layer_types has {SLIDING}, but the config names no sliding_window")
         if LINEAR in self.layer_types and self.linear is None:
             raise ValueError(f"{self.name}: layer_types has {LINEAR}, but the config names no linear_* sizes")
+        if self.linear is not None and self.linear.state_dtype not in DTYPES:
+            raise ValueError(
+                f"{self.name}: mamba_ssm_dtype {self.linear.state_dtype!r} is unknown; known: {', '.join(DTYPES)}"
+            )
 
     # --- Reading ---
 
@@ -213,7 +220,8 @@ class ModelSpec:
         if self.linear is not None:
             values = self.linear.num_value_heads * self.linear.value_head_dim
             one = self.hidden_size * (self.linear.conv_channels + 2 * values + 2 * self.linear.num_value_heads)
-            total += num_linear * (one + self.linear.conv_kernel * self.linear.conv_channels)
+            one += self.linear.conv_kernel * self.linear.conv_channels
+            total += num_linear * (one + 2 * self.linear.num_value_heads + self.linear.value_head_dim)  # decay, norm
         return total
 
     @property
@@ -225,6 +233,7 @@ class ModelSpec:
         one = experts.num_experts * self.one_mlp(experts.expert_size)
         one += self.hidden_size * experts.num_experts + (experts.num_experts if self.mlp_bias else 0)  # the router
         one += self.one_mlp(experts.shared_size) if experts.shared_size else 0
+        one += self.hidden_size if experts.shared_gate else 0
         return experts.num_layers * one + (self.num_layers - experts.num_layers) * self.one_mlp(self.intermediate_size)
 
     def _one_attention(self) -> int:
@@ -242,6 +251,7 @@ class ModelSpec:
         total += (q_size + 2 * kv_size) if self.qkv_bias else 0
         total += hidden if self.o_bias else 0
         total += 2 * self.head_dim if self.qk_norm else 0
+        total += hidden * q_size if self.output_gate else 0
         return total + (self.num_heads if self.attention_sinks else 0)
 
     def one_mlp(self, size: int) -> int:
@@ -284,7 +294,7 @@ def _layer_types(config: Mapping[str, Any], num_layers: int, window: int | None)
             raise ValueError(f"layer_types is {repr(named)[:80]}, expected a list with a name for each layer")
         return tuple(named)
     model_type = config.get("model_type")
-    if model_type == "qwen3_next":
+    if "linear_num_value_heads" in config:  # Qwen3-Next, Qwen3.5
         interval = max(1, _whole(config, "full_attention_interval", default=4))
         return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(num_layers))
     if window is None:
@@ -322,7 +332,8 @@ def _experts(config: Mapping[str, Any], num_layers: int, intermediate_size: int)
     per_token = _whole(config, "num_experts_per_tok", "experts_per_token", default=2)
     if not 1 <= per_token <= num_experts:
         raise ValueError(f"num_experts_per_tok is {per_token}, expected 1 to {num_experts}, the number of experts")
-    return Experts(num_experts, per_token, expert_size, shared, len(with_experts))
+    has_gate = str(config.get("model_type")) in _SHARED_GATE and shared > 0
+    return Experts(num_experts, per_token, expert_size, shared, len(with_experts), has_gate)
 
 
 def _latent(config: Mapping[str, Any]) -> LatentAttention | None:
@@ -338,7 +349,7 @@ def _latent(config: Mapping[str, Any]) -> LatentAttention | None:
     )
 
 
-def _linear(config: Mapping[str, Any]) -> LinearAttention | None:
+def _linear(config: Mapping[str, Any], dtype: str) -> LinearAttention | None:
     heads = _whole(config, "linear_num_value_heads", default=0)
     if not heads:
         return None
@@ -348,6 +359,7 @@ def _linear(config: Mapping[str, Any]) -> LinearAttention | None:
         key_head_dim=_whole(config, "linear_key_head_dim"),
         value_head_dim=_whole(config, "linear_value_head_dim"),
         conv_kernel=_whole(config, "linear_conv_kernel_dim"),
+        state_dtype=str(config.get("mamba_ssm_dtype") or dtype),
     )
 
 
@@ -370,6 +382,9 @@ def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
         return 1 if config.get("multi_query", True) else num_heads
     return _whole(config, "num_key_value_heads", "num_kv_heads", default=num_heads)
 
+
+# Families whose shared expert has a gate of its own.
+_SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
 
 # What a family has that its config does not say, or says under another name.
 _FAMILIES: dict[str, dict[str, Any]] = {
@@ -394,7 +409,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
     "qwen3_moe": {"qk_norm": True},
-    "qwen3_next": {"qk_norm": True},
+    "qwen3_next": {"qk_norm": True, "output_gate": True},
+    "qwen3_5_text": {"qk_norm": True},
+    "qwen3_5_moe_text": {"qk_norm": True},
     "gemma": {"tie_word_embeddings": True},
     "gemma2": {"norms_per_layer": 4, "tie_word_embeddings": True},
     "gemma3_text": {"norms_per_layer": 4, "qk_norm": True, "tie_word_embeddings": True},
@@ -429,12 +446,14 @@ def _read(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         model_type, 0
     )  # OPT's table starts at position 2
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch.")
+    dtype = {"half": "float16", "float": "float32", "auto": "bfloat16"}.get(dtype, dtype)
     spec = {
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "qkv_bias": bool(config.get("attention_bias", False)),
         "o_bias": bool(config.get("attention_bias", False)),
         "mlp_bias": bool(config.get("mlp_bias", False)),
         "qk_norm": bool(config.get("use_qk_norm", False)),
+        "output_gate": bool(config.get("attn_output_gate", False)),
     }
     if "tie_word_embeddings" in family and config.get("tie_word_embeddings") is not None:
         spec["tie_word_embeddings"] = bool(config["tie_word_embeddings"])
@@ -450,12 +469,12 @@ def _read(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "head_dim": _whole(config, "head_dim", "kv_channels", default=max(1, hidden // num_heads)),
         "intermediate_size": intermediate,
         "max_position_embeddings": positions,
-        "dtype": {"half": "float16", "float": "float32", "auto": "bfloat16"}.get(dtype, dtype),
+        "dtype": dtype,
         "quantization": _quantization(config),
         "layer_types": layer_types,
         "sliding_window": window,
         "latent": latent,
-        "linear": _linear(config),
+        "linear": _linear(config, dtype),
         "experts": _experts(config, num_layers, intermediate),
         "learned_positions": learned,
         "is_known": model_type in _FAMILIES,

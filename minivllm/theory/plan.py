@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from minivllm.config import require_int
+from minivllm.config import default_batch_limits, require_int
 from minivllm.theory.catalog import Device
+from minivllm.theory.kv_layout import KVLayout, kv_layout
 from minivllm.theory.model_spec import ModelSpec
 from minivllm.theory.quantity import GIB, Quantity
 from minivllm.theory.sizing import (
@@ -14,12 +15,8 @@ from minivllm.theory.sizing import (
     check_context,
     check_parallel,
     kv_budget,
-    kv_bytes_per_request,
     kv_bytes_per_token,
-    longest_context,
-    num_kv_blocks,
     possible_tp,
-    requests_that_fit,
     weight_bytes,
 )
 
@@ -27,8 +24,6 @@ from minivllm.theory.sizing import (
 OTHER_BYTES = GIB // 2
 # Batches that are computed or scheduled at a time: vLLM prepares one while another runs (async scheduling).
 IN_FLIGHT = 2
-# From here on vllm serve takes larger defaults (engine/arg_utils.py); the A100 is left out of them there.
-LARGE_GPU_BYTES = 70 * GIB
 
 
 @dataclass(frozen=True)
@@ -74,36 +69,47 @@ class Plan:
     activation_peak: Quantity
     budget: Quantity
     per_token: Quantity
-    per_request: Quantity
-    requests_in_memory: Quantity
+    layout: KVLayout
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of `block_size` tokens in all layers; for models that keep every token."""
-        return int(num_kv_blocks(self.budget, self.per_token, self.settings.block_size)) if self.per_token else 0
+    def num_blocks(self) -> Quantity:
+        """Blocks of the pool; one of them is the null block, which no request can have."""
+        return self.layout.num_blocks(self.budget)
 
     @property
-    def longest_context(self) -> int:
-        """Tokens of the longest request that the KV budget holds, at most what the model was made for."""
-        longest = longest_context(
-            self.spec,
-            self.budget,
-            self.settings.kv_dtype,
-            self.settings.tp,
-            self.settings.pp,
-            block_size=self.settings.block_size,
-            max_num_batched_tokens=IN_FLIGHT * self.max_num_batched_tokens,
-        )
-        return min(longest, self.spec.max_position_embeddings)
+    def per_request(self) -> Quantity:
+        """Bytes of one request of full length."""
+        return self.layout.bytes_per_request(self.settings.context, self._tokens_in_flight)
+
+    @property
+    def requests_in_memory(self) -> Quantity:
+        """Whole requests of full length that the pool holds at the same time."""
+        blocks = self.layout.blocks_per_request(self.settings.context, self._tokens_in_flight)
+        return Quantity(
+            (self.num_blocks - 1) // blocks, "requests", "requests at once",
+            "floor((num_blocks - 1) / blocks_per_request)",
+            {"num_blocks": self.num_blocks, "blocks_per_request": blocks},
+        )  # fmt: skip
+
+    @property
+    def max_concurrency(self) -> Quantity:
+        """vLLM's start-up line: requests of full length, as a fraction, the null block counted in."""
+        return self.layout.max_concurrency(self.num_blocks, self.settings.context, self._tokens_in_flight)
 
     @property
     def num_tokens(self) -> int:
-        return self.num_blocks * self.settings.block_size
+        """vLLM's start-up line "GPU KV cache size": for models that keep every token, blocks x their tokens."""
+        return int(self.max_concurrency * self.settings.context)
 
     @property
-    def max_concurrency(self) -> float:
-        """Requests of full length that the KV budget holds, as a fraction, as vLLM prints it."""
-        return self.budget / self.per_request
+    def longest_context(self) -> int:
+        """Tokens of the longest request that the pool holds, at most what the model was made for."""
+        most = self.spec.max_position_embeddings
+        return self.layout.longest_request(self.num_blocks - 1, most, self._tokens_in_flight)
+
+    @property
+    def _tokens_in_flight(self) -> int:
+        return IN_FLIGHT * self.max_num_batched_tokens
 
     @property
     def requests_at_once(self) -> int:
@@ -130,22 +136,6 @@ class Plan:
         if wanted is None:
             return binding
         return f"{binding}: the {wanted:,} wanted {'fit' if self.fits else 'do not fit'}"
-
-
-def default_max_num_seqs(device: Device) -> int:
-    """vllm serve 0.30.0: 1,024 on GPUs of 70 GiB or more that are not an A100, otherwise 256."""
-    return 1024 if _is_large(device) else 256
-
-
-def default_max_num_batched_tokens(device: Device) -> int:
-    """vllm serve 0.30.0: 16,384 from 160 GiB on, 8,192 from 70 GiB on except for the A100, otherwise 2,048."""
-    if device.memory_bytes >= 160 * GIB:
-        return 16384
-    return 8192 if _is_large(device) else 2048
-
-
-def _is_large(device: Device) -> bool:
-    return device.memory_bytes >= LARGE_GPU_BYTES and "a100" not in device.name
 
 
 def make_plan(spec: ModelSpec, device: Device, settings: Settings) -> Plan:
@@ -180,20 +170,19 @@ def smallest_tp(spec: ModelSpec, device: Device, settings: Settings) -> int | No
 def _plan(spec: ModelSpec, device: Device, settings: Settings) -> Plan:
     check_parallel(spec, settings.tp, settings.pp)
     check_context(spec, settings.context)
-    max_num_seqs = settings.max_num_seqs or default_max_num_seqs(device)
-    batched = settings.max_num_batched_tokens or default_max_num_batched_tokens(device)
+    default_tokens, default_seqs = default_batch_limits(device.memory_bytes, device.name, server=True)
+    batched = settings.max_num_batched_tokens or max(default_tokens, settings.max_num_seqs or 0)
+    max_num_seqs = settings.max_num_seqs or min(default_seqs, batched)
+    if batched < max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens ({batched:,}) is less than max_num_seqs ({max_num_seqs:,}): each running request "
+            "needs one token of a step"
+        )
     weights, activation_peak = _memory(spec, settings, max_num_seqs, batched)
     budget = kv_budget(
         device.memory_bytes, settings.gpu_memory_utilization, weights, activation_peak, settings.other_bytes
     )
     sizes = {"kv_dtype": settings.kv_dtype, "tp": settings.tp, "pp": settings.pp}
-    per_request = kv_bytes_per_request(
-        spec,
-        settings.context,
-        **sizes,
-        block_size=settings.block_size,
-        max_num_batched_tokens=IN_FLIGHT * batched,
-    )
     return Plan(
         spec=spec,
         device=device,
@@ -204,8 +193,7 @@ def _plan(spec: ModelSpec, device: Device, settings: Settings) -> Plan:
         activation_peak=activation_peak,
         budget=budget,
         per_token=kv_bytes_per_token(spec, **sizes),
-        per_request=per_request,
-        requests_in_memory=requests_that_fit(budget, per_request),
+        layout=kv_layout(spec, **sizes, block_size=settings.block_size),
     )
 
 

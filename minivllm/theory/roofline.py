@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minivllm.config import require_int
-from minivllm.theory.model_spec import FULL, SLIDING, ModelSpec
+from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec
 from minivllm.theory.quantity import Quantity
 from minivllm.theory.sizing import (
     check_parallel,
     kv_bytes_per_token_and_layer,
-    state_bytes,
+    state_bytes_per_layer,
     weight_bytes,
 )
 
@@ -280,9 +280,9 @@ def step_cost(
     )
     read = sum(num_full * end + num_sliding * min(end, window - 1 + new) for new, end in chunks)
     written = (num_full + num_sliding) * num_tokens
-    state = 2 * len(chunks) * state_bytes(spec, tp)  # read and written
+    states = len(chunks) * spec.layer_types.count(LINEAR) * state_bytes_per_layer(spec, tp)
     is_decode = num_tokens == len(chunks)
-    attention = Part(pairs * flops_per_pair(spec, is_decode) / tp, (read + written) * one_token + state)
+    attention = Part(pairs * flops_per_pair(spec, is_decode) / tp, (read + written) * one_token + 2 * states)
 
     head = spec.head_parameters
     lm_head = Part(2 * head * num_sampled / tp, head * bytes_per_weight / tp)

@@ -173,56 +173,36 @@ def _with_layers(formula: str) -> str:
     return formula.replace("2 *", "2 * layers *", 1) if formula.startswith("2 *") else f"layers * {formula}"
 
 
-def state_bytes(spec: ModelSpec, tp: int = 1, pp: int = 1) -> float:
-    """Bytes that the linear-attention layers keep per request, however long: a float32 matrix per head, and the last
-    inputs of a short convolution in the model's dtype."""
-    return max(stage.count(LINEAR) for stage in pipeline_stages(spec, pp)) * _state_of_a_layer(spec, tp)
-
-
-def _state_of_a_layer(spec: ModelSpec, tp: int) -> float:
+def state_bytes_per_layer(spec: ModelSpec, tp: int = 1) -> float:
+    """Bytes that a linear-attention layer keeps per request, however long, on one GPU: a matrix per head, and the last
+    inputs of a short convolution."""
     if spec.linear is None:
         return 0
-    element = KV_DTYPES[spec.dtype].bits / 8
-    return (4 * spec.linear.recurrent_elements + element * spec.linear.conv_elements) / tp
+    state, conv = KV_DTYPES[spec.linear.state_dtype].bits // 8, KV_DTYPES[spec.dtype].bits // 8
+    return (state * spec.linear.recurrent_elements + conv * spec.linear.conv_elements) / tp
 
 
 def kv_bytes_per_request(
-    spec: ModelSpec,
-    num_tokens: int,
-    kv_dtype: str = "auto",
-    tp: int = 1,
-    pp: int = 1,
-    *,
-    block_size: int = 1,
-    max_num_batched_tokens: int = 1,
+    spec: ModelSpec, num_tokens: int, kv_dtype: str = "auto", tp: int = 1, pp: int = 1
 ) -> Quantity:
-    """Bytes of KV cache of a request of `num_tokens` on one GPU, in whole blocks of `block_size` tokens.
+    """Bytes of KV cache that a request of `num_tokens` needs on one GPU; with stages, on the one that needs most.
 
-    A windowed layer keeps what the window still reaches: its last `sliding_window` - 1 tokens and the up to
-    `max_num_batched_tokens` that are being computed; in blocks also one more, since a window may begin inside one. A
-    linear layer keeps a state of fixed size. With pipeline stages, the one that needs most.
-
-    vLLM also pads the layers of a kind to a multiple of those of the rarer kind (52 windowed layers beside 10 full ones
-    count as 60), which is left out here; so for windowed models this is a lower bound.
+    A windowed layer needs the last `sliding_window` tokens, a linear one a state of fixed size. What a server sets
+    aside is more: whole blocks, of all layers of a group (`kv_layout`).
     """
     require_int("num_tokens", num_tokens, 0)
-    require_int("block_size", block_size, 1)
     check_parallel(spec, tp, pp)
     one = kv_bytes_per_token_and_layer(spec, kv_dtype, tp)
-    stored = cdiv(num_tokens, block_size) * block_size
-    in_window = 0
-    if spec.sliding_window:
-        in_window = min(num_tokens, spec.sliding_window - 1 + max_num_batched_tokens)
-        in_window = min(stored, (cdiv(in_window, block_size) + (block_size > 1)) * block_size)
-    state = _state_of_a_layer(spec, tp)
+    in_window = min(num_tokens, spec.sliding_window or 0)
+    state = state_bytes_per_layer(spec, tp)
 
     def need(layers: list[str]) -> float:
-        tokens = layers.count(FULL) * stored + layers.count(SLIDING) * in_window
+        tokens = layers.count(FULL) * num_tokens + layers.count(SLIDING) * in_window
         return tokens * one + layers.count(LINEAR) * state
 
     layers = max(pipeline_stages(spec, pp), key=need)
     formula = "layers * tokens * bytes_per_token_and_layer"
-    terms = {"layers": layers.count(FULL), "tokens": stored, "bytes_per_token_and_layer": one}
+    terms = {"layers": layers.count(FULL), "tokens": num_tokens, "bytes_per_token_and_layer": one}
     if SLIDING in layers:
         formula += " + windowed_layers * tokens_in_window * bytes_per_token_and_layer"
         terms |= {"windowed_layers": layers.count(SLIDING), "tokens_in_window": in_window}
@@ -393,45 +373,6 @@ def requests_that_fit(budget: float, bytes_per_request: float) -> Quantity:
         "floor(budget / bytes_per_request)",
         {"budget": _as_bytes(budget, "budget"), "bytes_per_request": _as_bytes(bytes_per_request, "one request")},
     )
-
-
-def longest_context(
-    spec: ModelSpec,
-    budget: float,
-    kv_dtype: str = "auto",
-    tp: int = 1,
-    pp: int = 1,
-    *,
-    block_size: int = 16,
-    max_num_batched_tokens: int = 1,
-) -> int:
-    """The longest request, in tokens (whole blocks), whose cache fits the budget; 0 if not even one block does.
-
-    The largest max_model_len that vLLM would accept, and what its refusal suggests. The need may have a fixed part
-    (states, windows), so this searches for it and does not divide.
-    """
-
-    def fits(blocks: int) -> bool:
-        need = kv_bytes_per_request(
-            spec,
-            blocks * block_size,
-            kv_dtype,
-            tp,
-            pp,
-            block_size=block_size,
-            max_num_batched_tokens=max_num_batched_tokens,
-        )
-        return need <= budget
-
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high) and high < 2**40:  # only layers with windows and states: no length is too long
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * block_size
 
 
 def possible_tp(spec: ModelSpec, most: int = 64) -> Iterator[int]:

@@ -360,7 +360,7 @@ class TestPool:
         properties = type("Properties", (), {"total_memory": int(gib * 2**30)})
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        assert memory.default_batch_limits(torch.device("cuda")) == limits
+        assert memory.batch_limits(torch.device("cuda")) == limits
 
     def test_event_log_can_be_bounded(self):
         small = LLM("tiny", num_gpu_blocks_override=80, max_log_steps=3)

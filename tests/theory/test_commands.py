@@ -31,7 +31,7 @@ class TestSize:
         assert code == 0
         assert found["kv_bytes_per_token_per_gpu"] == 57344
         assert found["kv_tokens"] == 16 * found["num_blocks"]
-        assert found["max_concurrency_requests"] == pytest.approx(found["kv_budget_bytes_per_gpu"] / (32768 * 57344))
+        assert found["max_concurrency_requests"] == found["num_blocks"] / 2048
         used = sum(found[f"{part}_bytes_per_gpu"] for part in ("weights", "activation", "other", "kv_budget"))
         assert used == pytest.approx(0.92 * found["memory_bytes_per_gpu"])
         assert found["fits"] is True
@@ -95,11 +95,19 @@ class TestSize:
         _, out, _ = run(capsys, *SIZE, "--explain")
         assert "= 2 * 28 * 4 * 128 * 2" in out and "KV budget = memory * utilization - weights" in out
 
-    def test_windows_have_no_token_count(self, capsys):
+    def test_windows(self, capsys):
+        """Tokens as vLLM logs them: concurrency x context, whatever the layers keep."""
         arguments = ["size", "--model", "gemma-3-27b", "--gpu", "h200", "--context", "32768"]
         _, out, _ = run(capsys, *arguments)
-        assert "10 full, 52 sliding (1,024) layers" in out and "KV tokens" not in out
-        assert json.loads(run(capsys, *arguments, "--json")[1])["kv_tokens"] is None
+        assert "10 full, 52 sliding (1,024) layers" in out
+        assert "of 16 tokens, for groups of layers: 1 full, 6 sliding" in out
+        found = json.loads(run(capsys, *arguments, "--json")[1])
+        assert found["kv_tokens"] == int(found["num_blocks"] / found["blocks_per_request"] * 32768)
+
+    def test_states(self, capsys):
+        _, out, _ = run(capsys, "size", "--model", "qwen3.5-27b", "--gpu", "h100-sxm", "--context", "32768")
+        assert "blocks" in out and "of 784 tokens, for groups of layers: 1 full, 3 linear" in out
+        assert "state             146.81 MiB = 153.94 MB per request and GPU, whatever its length" in out
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from minivllm.theory import GB, GIB, ModelSpec, find_model, roofline, sizing
+from minivllm.theory.kv_layout import kv_layout
 
 
 def spec(layers, kv_heads, head_dim, q_heads=None, hidden=None, **more):
@@ -84,8 +85,9 @@ class TestStartUpLogs:
     def test_needed_and_longest(self):
         """A13, tpu-inference#223: the longest context is in whole pages, there of 256 tokens."""
         assert sizing.kv_bytes_per_request(LLAMA_8B, 131072) == 16 * GIB
-        assert sizing.longest_context(LLAMA_8B, 0.71 * GIB, block_size=256) == 5632
-        assert sizing.longest_context(LLAMA_8B, 0.71 * GIB, block_size=1) == 5816
+        for block_size, longest in ((256, 5632), (1, 5816)):
+            layout = kv_layout(LLAMA_8B, block_size=block_size)
+            assert layout.longest_request(layout.num_blocks(0.71 * GIB), 131072) == longest
 
     @pytest.mark.parametrize(
         ("model", "tp", "blocks_per_4_gib", "mib"),
@@ -146,11 +148,24 @@ class TestStartUpLogs:
         assert after / before - 1 == pytest.approx(0.2)
 
     def test_a_hybrid_model_breaks_the_identity(self):
-        """A14, vllm#40691, and A36: tokens / max_model_len is not the concurrency of a hybrid."""
+        """A14, vllm#40691: in 0.19 the logged tokens / max_model_len were not the concurrency of a hybrid."""
         assert sizing.max_concurrency(290864, 32768) == pytest.approx(8.88, abs=0.005) != 33.04
         assert pytest.approx(1082655, abs=1) == 33.04 * 32768
-        assert sizing.max_concurrency(569878, 131072) == pytest.approx(4.35, abs=0.005)
-        assert 569878 % 16
+
+    @pytest.mark.parametrize(
+        ("model", "kv_dtype", "tp", "gib", "max_model_len", "concurrency", "tokens"),
+        [
+            ("qwen3.5-35b-a3b", "fp8", 1, 6.01, 131072, 4.35, 569878),  # A36, club-3090#652: Qwen3.6, same sizes
+            ("qwen3.5-35b-a3b", "fp8", 1, 5.98, 131072, 4.33, 567978),  # club-3090#612
+            ("qwen3.5-27b", "fp8", 2, 4.99, 131072, 2.31, 302921),  # talos-argocd-proxmox#1995: Qwen3.8, same sizes
+        ],
+    )
+    def test_hybrids_to_the_token(self, model, kv_dtype, tp, gib, max_model_len, concurrency, tokens):
+        """From "Available KV cache memory" and the config to the two lines that follow it in the log."""
+        layout = kv_layout(find_model(model), kv_dtype, tp)
+        found = layout.max_concurrency(layout.num_blocks(gib * GIB), max_model_len)
+        assert round(found, 2) == concurrency
+        assert int(found * max_model_len) == tokens
 
     def test_concurrency_is_a_guarantee_and_no_cap(self):
         """A38, vllm#8031: 4.61 requests of 8,192 tokens are 47 of 800."""

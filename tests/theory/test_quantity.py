@@ -6,10 +6,14 @@ import pickle
 
 import pytest
 
-from minivllm.theory import GB, GIB, Quantity, find_model, roofline, sizing
+from minivllm.theory import GB, GIB, Quantity, find_device, find_model, roofline, sizing
+from minivllm.theory.kv_layout import kv_layout
+from minivllm.theory.plan import Settings, make_plan
 from minivllm.theory.quantity import format_bytes, format_value
 
-QWEN, DEEPSEEK, GEMMA, MIXTRAL = map(find_model, ("qwen2.5-7b", "deepseek-v3", "gemma-3-27b", "mixtral-8x7b"))
+QWEN, DEEPSEEK, GEMMA, MIXTRAL, HYBRID = map(
+    find_model, ("qwen2.5-7b", "deepseek-v3", "gemma-3-27b", "mixtral-8x7b", "qwen3.5-27b")
+)
 STEP = roofline.decode_step(QWEN, 32, 4096)
 
 QUANTITIES = {
@@ -18,7 +22,16 @@ QUANTITIES = {
     "per token, int4": sizing.kv_bytes_per_token(QWEN, "int4", tp=4),
     "per layer": sizing.kv_bytes_per_token_and_layer(QWEN),
     "per request": sizing.kv_bytes_per_request(QWEN, 4096),
-    "per request, windows": sizing.kv_bytes_per_request(GEMMA, 8192, block_size=16, max_num_batched_tokens=2048),
+    "per request, windows": sizing.kv_bytes_per_request(GEMMA, 8192),
+    "per request, states": sizing.kv_bytes_per_request(HYBRID, 8192),
+    "blocks per request": kv_layout(QWEN).blocks_per_request(4097),
+    "blocks per request, windows": kv_layout(GEMMA).blocks_per_request(8192, 4096),
+    "blocks per request, states": kv_layout(HYBRID).blocks_per_request(8192),
+    "bytes per request": kv_layout(GEMMA).bytes_per_request(8192, 4096),
+    "block bytes": kv_layout(HYBRID, "fp8", tp=2).block_bytes,
+    "blocks of the budget": kv_layout(GEMMA).num_blocks(20 * GIB),
+    "concurrency, windows": kv_layout(GEMMA).max_concurrency(15480, 32768, 16384),
+    "requests in memory": make_plan(GEMMA, find_device("h100-sxm"), Settings(8192)).requests_in_memory,
     "weights": sizing.weight_bytes(QWEN),
     "weights, 4 bits": sizing.weight_bytes(QWEN, "int4", tp=2),
     "activations": sizing.activation_bytes(QWEN, 8192, 256),

@@ -11,7 +11,7 @@ from torch import nn
 from minivllm.model_config import ModelConfig
 from minivllm.models import packed_linear
 from minivllm.models.layers import Conv1D
-from minivllm.models.packed_linear import PackedLinear, can_pack, pack_weights
+from minivllm.models.packed_linear import FILLED_UP_ROWS, PackedLinear, can_pack, pack_weights
 from minivllm.models.weights import load_model
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.zeros(1)), reason="this PyTorch cannot pack")
@@ -29,6 +29,36 @@ def test_within_1e5_of_plain(rows, out_features, in_features, bias):
     out = PackedLinear(weight, b)(x)
     assert out.shape == expected.shape and out.dtype == torch.float32
     assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5])
+def test_few_rows_filled_up(rows):
+    """On some processors four rows are faster than one; what the rows hold must not reach the result."""
+    generator = torch.Generator().manual_seed(rows)
+    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((rows, 576), (960, 576), (960,)))
+    layer = PackedLinear(weight, bias)
+    layer.min_rows = FILLED_UP_ROWS
+    expected = F.linear(x, weight, bias)
+    out = layer(x)
+    assert out.shape == expected.shape
+    assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "min_rows"), [({1: 3, 2: 3, 4: 2}, 4), ({1: 2, 2: 3, 4: 2}, 1), ({1: 1, 2: 1, 4: 1}, 1)]
+)
+def test_filled_up_only_where_it_is_faster(seconds, min_rows, monkeypatch):
+    """A clock that goes forward by what a product of so many rows is said to take."""
+    clock = [0.0]
+    monkeypatch.setattr(packed_linear.time, "perf_counter", lambda: clock[0])
+
+    class Layer:
+        in_features = 8
+
+        def __call__(self, x):
+            clock[0] += seconds[len(x)]
+
+    assert packed_linear.fastest_min_rows(Layer()) == min_rows
 
 
 def gpt2_config(**changes) -> ModelConfig:

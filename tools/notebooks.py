@@ -7,6 +7,7 @@ a stored notebook is dead outside Jupyter, and its random ids change with every 
 says so; the static figure before it carries the point.)
 """
 
+import argparse
 import os
 import re
 import subprocess
@@ -133,7 +134,12 @@ def _result(case: ET.Element) -> CellResult:
 
 def main() -> None:
     """Execute the named notebooks, two at a time."""
-    paths = [Path(name).resolve() for name in sys.argv[1:]] or chapters() + solutions()
+    parser = argparse.ArgumentParser(prog="python -m tools.notebooks", description=main.__doc__)
+    parser.add_argument("notebook", nargs="*", type=Path, help="default: every chapter and solution")
+    paths = [path.resolve() for path in parser.parse_args().notebook] or chapters() + solutions()
+    for path in paths:
+        if not path.is_file():
+            parser.error(f"there is no notebook {path}")
 
     def run(path: Path) -> str:
         name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path

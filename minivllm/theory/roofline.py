@@ -200,6 +200,7 @@ class Step:
     """One forward pass on one GPU: its parts run one after the other, in every layer."""
 
     num_tokens: int
+    num_requests: int
     parts: dict[str, Part]  # "projections", "attention", "lm_head"
     all_reduce_bytes: float = 0  # sum of the messages of tensor parallelism
 
@@ -287,7 +288,9 @@ def step_cost(
     head = spec.head_parameters
     lm_head = Part(2 * head * num_sampled / tp, head * bytes_per_weight / tp)
     messages = 2 * spec.num_layers * num_tokens * spec.hidden_size * 2 if tp > 1 else 0  # 2 bytes per element
-    return Step(num_tokens, {"projections": projections, "attention": attention, "lm_head": lm_head}, messages)
+    return Step(
+        num_tokens, len(chunks), {"projections": projections, "attention": attention, "lm_head": lm_head}, messages
+    )
 
 
 def decode_step(spec: ModelSpec, batch: int, context: int, **options: object) -> Step:

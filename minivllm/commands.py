@@ -26,7 +26,14 @@ from minivllm.theory.roofline import (
     ridge_point,
     step_time,
 )
-from minivllm.theory.sizing import WEIGHT_BITS, check_context, kv_bytes_per_token, possible_tp, state_bytes_per_layer
+from minivllm.theory.sizing import (
+    WEIGHT_BITS,
+    check_context,
+    checkpoint_bytes,
+    kv_bytes_per_token,
+    possible_tp,
+    state_bytes_per_layer,
+)
 
 LARGEST = 10**9  # of any number on the command line
 
@@ -90,7 +97,7 @@ def run_size(args: argparse.Namespace) -> int:
         pp=args.pp,
         kv_dtype=args.kv_dtype,
         weight_dtype=args.weight_dtype,
-        weight_bytes=None if args.weights_gib is None else args.weights_gib * GIB,
+        weight_bytes=_known_weight_bytes(args),
         gpu_memory_utilization=args.gpu_memory_utilization,
         block_size=args.block_size,
         max_num_seqs=args.max_num_seqs,
@@ -110,6 +117,15 @@ def run_size(args: argparse.Namespace) -> int:
     if not plan.fits:
         print(f"Any of these would do: {'; or '.join(ways_out(plan))}.")
     return 0
+
+
+def _known_weight_bytes(args: argparse.Namespace) -> float | None:
+    """Given, or the size of the files beside the config, unless another dtype is asked for."""
+    if args.weights_gib is not None:
+        return args.weights_gib * GIB
+    if args.config is not None and args.weight_dtype == "auto":
+        return checkpoint_bytes(args.config)
+    return None
 
 
 def ways_out(plan: Plan) -> list[str]:

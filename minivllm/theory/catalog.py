@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from minivllm.theory.model_spec import ModelSpec
+from minivllm.theory.model_spec import ModelSpec, full_dtype
 from minivllm.theory.quantity import GB, GIB
 
 DATA = Path(__file__).parents[2] / "data"
@@ -46,7 +46,7 @@ class Device:
 
     def flop_s(self, dtype: str = "bfloat16") -> float:
         """Dense FLOP/s of matrix products in that dtype. ValueError if the device has no such rate."""
-        key = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}.get(dtype, dtype)
+        key = full_dtype(dtype)
         if key == "bfloat16" and key not in self.dense_tflop_s:
             key = "float16"  # older GPUs: models are run in float16 there
         if key not in self.dense_tflop_s:

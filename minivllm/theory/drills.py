@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from minivllm.theory import roofline, sizing
 from minivllm.theory.catalog import find_device, find_model
 from minivllm.theory.model_spec import ModelSpec
-from minivllm.theory.quantity import GB, GIB, Quantity
+from minivllm.theory.quantity import GB, GIB, Quantity, format_number
 
 # What may be typed after a number, and how much of the base unit it is.
 UNITS: dict[str, dict[str, float]] = {
@@ -81,7 +81,7 @@ class Drill:
         else:
             found = float(value) * UNITS[self.answer.unit].get(self.ask_in.lower(), 1)
         if self._is(found, self.answer):
-            return Verdict(True, str(self.answer))
+            return Verdict(True, self.answer_text)
         for mistake, wrong in self.traps.items():
             if self._is(found, wrong):
                 return Verdict(False, f"that is what one gets {mistake}")
@@ -90,6 +90,21 @@ class Drill:
             side = "large" if found > self.answer else "small"
             return Verdict(False, f"too {side}, by a factor of {ratio:.3g}")
         return Verdict(False, "no")
+
+    @property
+    def answer_text(self) -> str:
+        """The answer in the unit that was asked for."""
+        value = self.answer / UNITS[self.answer.unit].get(self.ask_in.lower(), 1)
+        return f"{format_number(value)} {self.ask_in}".rstrip()
+
+    def explain(self) -> str:
+        """The formula with the numbers of the question, down to the answer in the unit that was asked for."""
+        text = self.answer.explain(depth=0)
+        return (
+            text
+            if text.endswith(f"= {self.answer_text}")
+            else f"{text}\n{' ' * len(self.answer.name)} = {self.answer_text}"
+        )
 
     def _is(self, found: float, wanted: float) -> bool:
         return math.isclose(found, wanted, rel_tol=max(self.tolerance, 1e-9), abs_tol=1e-12)
@@ -283,6 +298,31 @@ def windowed(rng: random.Random) -> Drill:
             "with all tokens in all layers: a windowed layer keeps its window": (full + sliding) * context * one,
             "by leaving the windowed layers out": full * context * one,
             "by leaving the full layers out": sliding * spec.sliding_window * one,
+        },
+    )
+
+
+@drill("sizing")
+def hybrid(rng: random.Random) -> Drill:
+    spec = find_model(rng.choice(("qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3-coder-next")))
+    context = rng.choice((1024, 4096, 16384, 65536))
+    full, linear = spec.layer_types.count("full_attention"), spec.layer_types.count("linear_attention")
+    right = sizing.kv_bytes_per_request(spec, context, "bfloat16")
+    one, state = sizing.kv_bytes_per_token_and_layer(spec, "bfloat16"), sizing.state_bytes_per_layer(spec)
+    return Drill(
+        "KV cache with linear attention",
+        f"{spec.name}: {full} layers with full attention, {spec.num_kv_heads} KV heads of dimension {spec.head_dim}; "
+        f"{linear} layers with linear attention, each with a state of {state / 2**20:.2f} MiB per request. KV cache "
+        f"and states of a request of {context:,} tokens in bfloat16?",
+        right,
+        "MiB",
+        {
+            "with keys and values in all layers: linear attention keeps a state instead": (full + linear)
+            * context
+            * one,
+            "without the states": full * context * one,
+            "with one state for all layers: each keeps its own": full * context * one + state,
+            "without the factor 2: keys and values are both cached": full * context * one / 2 + linear * state,
         },
     )
 
@@ -733,10 +773,10 @@ def _ask_one(one: Drill, ask: Callable[[str], str], tell: Callable[[str], None])
             continue
         tries += 1
         if verdict.is_right:
-            tell(f"✓ {verdict.message}\n{one.answer.explain(depth=0)}")
+            tell(f"✓ {verdict.message}\n{one.explain()}")
             return tries == 1
         tell(f"✗ {verdict.message}")
-    tell(one.answer.explain(depth=0))
+    tell(one.explain())
     return False
 
 
@@ -763,7 +803,7 @@ class Quiz:
     def explain(self, number: int) -> None:
         """Print the formula, with the numbers of the question, and the answer. It counts as a try."""
         self.first_tries.setdefault(number, False)
-        print(self.drills[number - 1].answer.explain(depth=0))
+        print(self.drills[number - 1].explain())
 
     def score(self) -> str:
         right = sum(self.first_tries.values())

@@ -17,8 +17,18 @@ from minivllm.config import require_int
 from minivllm.theory.quantity import Quantity
 
 DTYPES = ("float32", "float16", "bfloat16")
+_SHORT = {
+    "float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16",
+    "fp8_e4m3": "fp8", "fp8_e5m2": "fp8",
+}  # fmt: skip
 LARGEST, MAX_LAYERS = 2**31 - 1, 1000
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+
+def full_dtype(name: str) -> str:
+    """bf16 and torch.bfloat16 are bfloat16; a name that is not known here stays as it is."""
+    name = name.removeprefix("torch.")
+    return _SHORT.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -359,7 +369,7 @@ def _linear(config: Mapping[str, Any], dtype: str) -> LinearAttention | None:
         key_head_dim=_whole(config, "linear_key_head_dim"),
         value_head_dim=_whole(config, "linear_value_head_dim"),
         conv_kernel=_whole(config, "linear_conv_kernel_dim"),
-        state_dtype=str(config.get("mamba_ssm_dtype") or dtype),
+        state_dtype=full_dtype(str(config.get("mamba_ssm_dtype") or dtype)),
     )
 
 
@@ -445,8 +455,8 @@ def _read(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     learned = {"gpt2": positions, "gpt_bigcode": positions, "opt": positions + 2}.get(
         model_type, 0
     )  # OPT's table starts at position 2
-    dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch.")
-    dtype = {"half": "float16", "float": "float32", "auto": "bfloat16"}.get(dtype, dtype)
+    dtype = full_dtype(str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"))
+    dtype = "bfloat16" if dtype == "auto" else dtype
     spec = {
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "qkv_bias": bool(config.get("attention_bias", False)),

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from minivllm.config import cdiv, require_int
-from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec
+from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec, full_dtype
 from minivllm.theory.quantity import GIB, Quantity
 
 
@@ -47,7 +48,6 @@ KV_DTYPES = {
     "q8_0": KVDtype(8, scale_bytes=2, group=32),  # llama.cpp's blocks of 32 with a float16 scale
     "q4_0": KVDtype(4, scale_bytes=2, group=32),
 }
-_ALIASES = {"fp16": "float16", "bf16": "bfloat16", "half": "float16", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8"}
 
 # Bits of a stored weight, with its share of scales and zero points.
 WEIGHT_BITS = {
@@ -69,7 +69,7 @@ class NoRoom(ValueError):
 def kv_dtype_named(name: str, spec: ModelSpec) -> KVDtype:
     """The dtype of that name; "auto" is the model's own. ValueError lists the names."""
     own = spec.dtype if name == "auto" else name
-    key = _ALIASES.get(own, own)
+    key = full_dtype(own)
     if key not in KV_DTYPES:
         raise ValueError(f"KV dtype {own!r} is unknown; known: auto, {', '.join(KV_DTYPES)}")
     return KV_DTYPES[key]
@@ -222,7 +222,7 @@ def weight_bytes(spec: ModelSpec, weight_dtype: str = "auto", tp: int = 1, pp: i
     better: `checkpoint_bytes`.
     """
     check_parallel(spec, tp, pp)
-    key = _ALIASES.get(weight_dtype, weight_dtype)
+    key = full_dtype(weight_dtype)
     key = (spec.quantization or spec.dtype) if key == "auto" else key
     if key not in WEIGHT_BITS:
         raise ValueError(f"weight dtype {key!r} is unknown; known: auto, {', '.join(WEIGHT_BITS)}")
@@ -245,13 +245,17 @@ def weight_bytes(spec: ModelSpec, weight_dtype: str = "auto", tp: int = 1, pp: i
     )
 
 
-def checkpoint_bytes(folder: str | Path) -> int:
-    """Size of a checkpoint's weight files: what a model of mixed precision takes. ValueError if there are none."""
+def checkpoint_bytes(path: str | Path) -> int | None:
+    """Size of the weight files in a checkpoint's folder, or beside its config.json: what a model of mixed precision
+    takes. None if there are none, or only some of those that an index lists."""
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
     for pattern in ("*.safetensors", "*.bin", "*.gguf"):
-        sizes = [path.stat().st_size for path in Path(folder).glob(pattern)]
-        if sizes:
-            return sum(sizes)
-    raise ValueError(f"{folder} has no weight files (*.safetensors, *.bin, *.gguf)")
+        files = sorted(folder.glob(pattern))
+        if files:
+            parts = re.search(r"-of-0*(\d+)\.", files[0].name)  # model-00001-of-00004.safetensors
+            complete = parts is None or len(files) >= int(parts.group(1))
+            return sum(file.stat().st_size for file in files) if complete else None
+    return None
 
 
 def activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_num_seqs: int, tp: int = 1) -> Quantity:

@@ -90,6 +90,10 @@ class TestSize:
         }))  # fmt: skip
         code, out, _ = run(capsys, "size", "--config", str(path), "--gpu", "t4", "--context", "100", "--json")
         assert code == 0 and json.loads(out)["kv_bytes_per_token_per_gpu"] == 2 * 2 * 4 * 16 * 2
+        (tmp_path / "model.safetensors").write_bytes(bytes(12345))
+        arguments = ["size", "--config", str(tmp_path), "--gpu", "t4", "--json"]
+        assert json.loads(run(capsys, *arguments)[1])["weights_bytes_per_gpu"] == 12345
+        assert json.loads(run(capsys, *arguments, "--weight-dtype", "fp8")[1])["weights_bytes_per_gpu"] > 12345
 
     def test_explain(self, capsys):
         _, out, _ = run(capsys, *SIZE, "--explain")

@@ -127,7 +127,7 @@ class TestPlay:
 
     def test_right_twice(self):
         score, told = self.play("56", "57344 B")
-        assert score == (2, 2) and "Score: 2 of 2" in told and "✓ 57,344 B" in told
+        assert score == (2, 2) and "Score: 2 of 2" in told and "✓ 56 KiB" in told
 
     def test_second_try_does_not_count(self):
         score, told = self.play("28", "56", "1", "2")

@@ -149,12 +149,12 @@ class TestWeights:
         assert sizing.weight_bytes(strange, "fp8") < sizing.weight_bytes(strange, "bfloat16")
 
     def test_files(self, tmp_path):
-        (tmp_path / "model-00001.safetensors").write_bytes(bytes(100))
-        (tmp_path / "model-00002.safetensors").write_bytes(bytes(50))
-        assert sizing.checkpoint_bytes(tmp_path) == 150
+        (tmp_path / "model-00001-of-00002.safetensors").write_bytes(bytes(100))
+        assert sizing.checkpoint_bytes(tmp_path) is None  # half of it
+        (tmp_path / "model-00002-of-00002.safetensors").write_bytes(bytes(50))
+        assert sizing.checkpoint_bytes(tmp_path) == sizing.checkpoint_bytes(tmp_path / "config.json") == 150
         (tmp_path / "empty").mkdir()
-        with pytest.raises(ValueError, match="no weight files"):
-            sizing.checkpoint_bytes(tmp_path / "empty")
+        assert sizing.checkpoint_bytes(tmp_path / "empty") is None
 
 
 class TestBudget:

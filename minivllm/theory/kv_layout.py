@@ -13,10 +13,6 @@ from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec
 from minivllm.theory.quantity import Quantity
 from minivllm.theory.sizing import kv_bytes_per_token_and_layer, pipeline_stages, state_bytes_per_layer
 
-# A state and its copy: with prefix caching, which is on by default, a linear-attention layer writes its state at block
-# boundaries ("align" mode) and holds two.
-STATES_PER_REQUEST = 2
-
 
 @dataclass(frozen=True)
 class KVLayout:
@@ -26,6 +22,7 @@ class KVLayout:
     block_bytes: Quantity  # on one GPU: the layers of the widest group
     num_groups: dict[str, int]  # kind of layer -> groups, each with a block table of its own
     sliding_window: int | None = None
+    states: int = 2  # that a linear-attention layer holds for a request
 
     def blocks_per_request(self, num_tokens: int, tokens_in_flight: int = 1) -> Quantity:
         """Most blocks that a request of `num_tokens` holds at a time.
@@ -49,8 +46,8 @@ class KVLayout:
             total += self.num_groups[SLIDING] * (cdiv(kept, self.block_size) + 1)
         if LINEAR in self.num_groups:
             formula.append("linear_groups * states")
-            terms |= {"linear_groups": self.num_groups[LINEAR], "states": STATES_PER_REQUEST}
-            total += self.num_groups[LINEAR] * STATES_PER_REQUEST
+            terms |= {"linear_groups": self.num_groups[LINEAR], "states": self.states}
+            total += self.num_groups[LINEAR] * self.states
         return Quantity(total, "blocks", f"blocks of a request of {num_tokens:,} tokens", " + ".join(formula), terms)
 
     def bytes_per_request(self, num_tokens: int, tokens_in_flight: int = 1) -> Quantity:
@@ -87,11 +84,20 @@ class KVLayout:
         return low
 
 
-def kv_layout(spec: ModelSpec, kv_dtype: str = "auto", tp: int = 1, pp: int = 1, *, block_size: int = 16) -> KVLayout:
+def kv_layout(
+    spec: ModelSpec,
+    kv_dtype: str = "auto",
+    tp: int = 1,
+    pp: int = 1,
+    *,
+    block_size: int = 16,
+    enable_prefix_caching: bool = True,
+) -> KVLayout:
     """The layout of a model whose heads are shared out among `tp` GPUs and its layers among `pp` stages.
 
     A state of linear attention must fit into a block of a layer. Where it does not, `block_size` grows, in steps of
-    the one given: 1,056 tokens for Qwen3.5-35B-A3B. With stages, the one with the largest blocks.
+    the one given: 1,056 tokens for Qwen3.5-35B-A3B. With prefix caching such a layer keeps a copy of its state at a
+    block boundary. With stages, this is the one with the largest blocks.
     """
     require_int("block_size", block_size, 1)
     one = kv_bytes_per_token_and_layer(spec, kv_dtype, tp)
@@ -104,7 +110,7 @@ def kv_layout(spec: ModelSpec, kv_dtype: str = "auto", tp: int = 1, pp: int = 1,
         width * block_size * one, "B", "bytes of a block", "layers_of_a_group * block_size * bytes_per_token_and_layer",
         {"layers_of_a_group": width, "block_size": block_size, "bytes_per_token_and_layer": one},
     )  # fmt: skip
-    return KVLayout(block_size, block_bytes, groups, spec.sliding_window)
+    return KVLayout(block_size, block_bytes, groups, spec.sliding_window, states=2 if enable_prefix_caching else 1)
 
 
 def layer_groups(spec: ModelSpec) -> dict[str, int]:

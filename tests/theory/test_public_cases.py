@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from minivllm.theory import GB, GIB, ModelSpec, find_model, roofline, sizing
-from minivllm.theory.kv_layout import kv_layout
+from minivllm.theory import GB, GIB, ModelSpec, Quantity, find_model, roofline, sizing
+from minivllm.theory.kv_layout import KVLayout, kv_layout
 
 
 def spec(layers, kv_heads, head_dim, q_heads=None, hidden=None, **more):
@@ -147,10 +147,15 @@ class TestStartUpLogs:
         assert [before / GB, after / GB] == pytest.approx([10, 12])
         assert after / before - 1 == pytest.approx(0.2)
 
-    def test_a_hybrid_model_breaks_the_identity(self):
-        """A14, vllm#40691: in 0.19 the logged tokens / max_model_len were not the concurrency of a hybrid."""
-        assert sizing.max_concurrency(290864, 32768) == pytest.approx(8.88, abs=0.005) != 33.04
+    def test_hybrids_before_020(self):
+        """A14, vllm#40691: 0.19.0 logged 290,864 tokens and 33.04x for 32,768, which contradict each other. Both follow
+        from 1,487 blocks of 784 tokens; the tokens took them to be shared out evenly among the four groups. Prefix
+        caching of hybrids was off."""
+        assert sizing.max_concurrency(290864, 32768) == pytest.approx(8.88, abs=0.005)
         assert pytest.approx(1082655, abs=1) == 33.04 * 32768
+        layout = kv_layout(find_model("qwen3.5-27b"), enable_prefix_caching=False)
+        assert round(layout.max_concurrency(1487, 32768), 2) == 33.04
+        assert 1487 // sum(layout.num_groups.values()) * layout.block_size == 290864
 
     @pytest.mark.parametrize(
         ("model", "kv_dtype", "tp", "gib", "max_model_len", "concurrency", "tokens"),
@@ -278,6 +283,26 @@ class TestPublishedSizes:
         assert sizing.kv_bytes_per_token(model, "fp8", tp=4, beyond_window=True) == 3584
         longer, shorter = (sizing.kv_bytes_per_request(model, n, tp=4) for n in (10000, 9000))
         assert longer - shorter == 1000 * 7168
+
+    @pytest.mark.parametrize(
+        ("max_model_len", "batched", "gain"),
+        [
+            (8192, 16384, 0.059), (131072, 16384, 0.086), (131072, 8192, 0.120), (131072, 2048, 0.281),
+            (524288, 16384, 0.180), (1048576, 16384, 0.279), (1048576, 8192, 0.419), (1048576, 2048, 0.731),
+        ],
+    )  # fmt: skip
+    def test_what_fp8_gains_beside_states(self, max_model_len, batched, gain):
+        """B22, vllm#54705 (its table): six groups of convolutions, kept as windows of 4 tokens in blocks of 4 and in 16
+        bits, set the size of a block; so fp8 puts 64 tokens of attention into it instead of 32."""
+        one_block = Quantity(7 * 32 * 2**10, "B", "bytes of a block")
+        convolutions = KVLayout(4, one_block, {"sliding_attention": 6}, sliding_window=4)
+
+        def blocks(block_size):
+            attention = {"full_attention": 1, "sliding_attention": 5}
+            layers = KVLayout(block_size, one_block, attention, sliding_window=512)
+            return sum(part.blocks_per_request(max_model_len, 2 * batched) for part in (layers, convolutions))
+
+        assert blocks(32) / blocks(64) - 1 == pytest.approx(gain, abs=0.0005)
 
 
 class TestPublishedSpeeds:

@@ -22,8 +22,6 @@ from minivllm.theory.sizing import (
 
 # Assumed for what vLLM finds outside of PyTorch (CUDA context, NCCL buffers) and for CUDA graphs.
 OTHER_BYTES = GIB // 2
-# Batches that are computed or scheduled at a time: vLLM prepares one while another runs (async scheduling).
-IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,8 @@ class Plan:
 
     @property
     def _tokens_in_flight(self) -> int:
-        return IN_FLIGHT * self.max_num_batched_tokens
+        """Each stage works on a batch, and vLLM prepares one more meanwhile (async scheduling)."""
+        return (self.settings.pp + 1) * self.max_num_batched_tokens
 
     @property
     def requests_at_once(self) -> int:
@@ -132,7 +131,8 @@ class Plan:
         if self.max_num_seqs < self.requests_in_memory:
             binding = f"max_num_seqs ({self.max_num_seqs:,}); memory would hold {int(self.requests_in_memory):,}"
         else:
-            binding = f"KV memory ({int(self.requests_in_memory):,} requests of {self.settings.context:,} tokens)"
+            fit = int(self.requests_in_memory)
+            binding = f"KV memory ({fit:,} request{'s' if fit > 1 else ''} of {self.settings.context:,} tokens)"
         if wanted is None:
             return binding
         return f"{binding}: the {wanted:,} wanted {'fit' if self.fits else 'do not fit'}"

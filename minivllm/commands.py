@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.config import cdiv
-from minivllm.theory.catalog import Device, find_device, find_model
+from minivllm.theory.catalog import Device, find_device, find_model, list_devices, list_models
 from minivllm.theory.drills import TOPICS, draw, play
 from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec
 from minivllm.theory.plan import Plan, Settings, fits, make_plan
@@ -30,6 +30,7 @@ from minivllm.theory.sizing import (
     WEIGHT_BITS,
     check_context,
     checkpoint_bytes,
+    kv_bytes_per_request,
     kv_bytes_per_token,
     possible_tp,
     state_bytes_per_layer,
@@ -69,6 +70,10 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
     roofline.add_argument("--memory-efficiency", type=_number, default=1.0, help="reached share of the bandwidth")
     roofline.add_argument("--plot", metavar="FILE", help="write the roofline as a picture (png, svg, pdf)")
 
+    known = commands.add_parser("catalog", help="the models and GPUs that are known by name")
+    known.set_defaults(run=run_catalog)
+    known.add_argument("text", nargs="?", default="", help="only names that contain this")
+
     drill = commands.add_parser("drill", help="napkin questions of an interview, with a score", description=_DRILL)
     drill.set_defaults(run=run_drill)
     drill.add_argument("--topic", help=f"one of {', '.join(TOPICS)} (default: all)")
@@ -78,7 +83,7 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
 
 _DRILL = (
     "Answer with a number, with or without a unit: 56, 56 KiB and 57344 B are the same. A wrong answer that comes from "
-    "a well-known mistake is told which; then there is a second try. Nothing gives up, Ctrl-D ends the round."
+    "a well-known mistake is told which; then there is a second try. Enter alone gives up, q ends the round."
 )
 _SIZE = (
     "Weights, KV cache per token, blocks, and the requests that fit. Weights come from the parameter count, "
@@ -115,7 +120,8 @@ def run_size(args: argparse.Namespace) -> int:
             print(f"\n{quantity.explain(depth=0)}")
     print(f"\nLimit: {plan.limit}.")
     if not plan.fits:
-        print(f"Any of these would do: {'; or '.join(ways_out(plan))}.")
+        ways = ways_out(plan)
+        print(f"{'Any of these' if len(ways) > 1 else 'This'} would do: {'; or '.join(ways)}.")
     return 0
 
 
@@ -185,6 +191,9 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("", "on the server"),
         ("KV per request", f"{format_bytes(plan.per_request)} per GPU for {settings.context:,} tokens"),
     ]
+    if len(plan.layout.num_groups) > 1 or SLIDING in spec.layer_types:
+        need = kv_bytes_per_request(spec, settings.context, settings.kv_dtype, settings.tp, settings.pp)
+        rows.append(("its contents", f"{format_bytes(need)}; the rest is reserved for what steps in flight may add"))
     rows += [("blocks", f"{int(plan.num_blocks):,} of {plan.layout.block_size:,} tokens{_groups(plan)}")]
     if SLIDING in spec.layer_types:
         growth = kv_bytes_per_token(spec, settings.kv_dtype, settings.tp, settings.pp, beyond_window=True)
@@ -391,13 +400,39 @@ def _plot(
         raise ValueError(f"the picture cannot be written to {path}: {error}") from None
 
 
+# --- The catalogue -------------------------------------------------------------------------------------------------
+
+
+def run_catalog(args: argparse.Namespace) -> int:
+    """ValueError if no name contains the text."""
+    text = args.text.lower()
+    models = [model for model in list_models() if text in model.name]
+    devices = [device for device in list_devices() if text in device.name]
+    if not models and not devices:
+        raise ValueError(f"no model or GPU has {args.text[:40]!r} in its name; without a word, all are listed")
+    if models:
+        print(f"{'model':20}{'parameters':>12}{'KV per token':>14}{'context':>10}")
+    for model in models:
+        billions, kib = model.parameters / 1e9, kv_bytes_per_token(model) / 1024
+        print(f"{model.name:20}{billions:>10.2f} B{kib:>10.1f} KiB{model.max_position_embeddings:>10,}")
+    if models and devices:
+        print()
+    if devices:
+        print(f"{'device':20}{'memory':>12}{'bandwidth':>14}{'bfloat16':>16}")
+    for device in devices:
+        rate = f"{device.flop_s() / 1e12:,.0f} TFLOP/s" if device.dense_tflop_s else "not published"
+        memory = f"{device.memory_bytes / GIB:,.1f} GiB"
+        print(f"{device.name:20}{memory:>12}{device.memory_bandwidth_gb_s:>9,.0f} GB/s{rate:>16}")
+    return 0
+
+
 # --- Shared --------------------------------------------------------------------------------------------------------
 
 
 def _add_model_and_gpu(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="a name from the catalogue, or a hub id that is in it")
+    parser.add_argument("--model", help="a name that `catalog` lists, or its hub id")
     parser.add_argument("--config", metavar="PATH", help="instead of --model: a config.json, or the folder it is in")
-    parser.add_argument("--gpu", required=True, help="a name from the catalogue, such as h100-sxm")
+    parser.add_argument("--gpu", required=True, help="a name that `catalog` lists, such as h100-sxm")
     parser.add_argument("--tp", type=_count, default=1, help="GPUs that share every layer (default 1)")
     parser.add_argument("--kv-dtype", default="auto", help="auto, fp8, int8, int4, q8_0 ... (default: the model's)")
     parser.add_argument("--weight-dtype", default="auto", help=f"auto, {', '.join(WEIGHT_BITS)}")

@@ -107,11 +107,11 @@ def _find(name: str, rows: dict[str, dict[str, Any]], kind: str) -> dict[str, An
     plain = {_plain(known): row for known, row in rows.items()}
     if key in plain:
         return plain[key]
-    close = difflib.get_close_matches(key, plain, n=5, cutoff=0.5) or list(_starting_alike(key, plain))
-    by_plain = {_plain(known): known for known in rows}
-    known = sorted({row["name"] for row in rows.values()})
-    hint = f"closest: {', '.join(by_plain[match] for match in close)}" if close else f"known: {', '.join(known)}"
-    raise ValueError(f"unknown {kind} {name[:40]!r}; {hint}")
+    close = [known for known in plain if key and known.startswith(key)]
+    close += difflib.get_close_matches(key, plain, n=5, cutoff=0.5) or list(_starting_alike(key, plain))
+    close = list(dict.fromkeys(plain[match]["name"] for match in close))[:6]
+    hint = f"closest: {', '.join(close)}; all" if close else "known names"
+    raise ValueError(f"unknown {kind} {name[:40]!r}; {hint}: python -m minivllm catalog")
 
 
 def _plain(name: str) -> str:

@@ -36,6 +36,12 @@ UNITS: dict[str, dict[str, float]] = {
 }  # fmt: skip
 
 
+def _named_units(unit: str) -> list[tuple[str, float]]:
+    """The units of that kind as they are written, and their size."""
+    names = ("B", "KiB", "MiB", "GiB", "TiB", "kB", "MB", "GB", "TB", "s", "ms", "µs")
+    return [(name, UNITS[unit][name.lower()]) for name in names if name.lower() in UNITS[unit]]
+
+
 @dataclass(frozen=True)
 class Verdict:
     is_right: bool
@@ -76,35 +82,47 @@ class Drill:
 
     def check(self, value: float | str) -> Verdict:
         """Whether it is right; if not, which mistake it looks like. A plain number is in `ask_in`."""
-        if isinstance(value, str):
-            found = self.parse(value)
-        else:
-            found = float(value) * UNITS[self.answer.unit].get(self.ask_in.lower(), 1)
+        found = self.parse(value) if isinstance(value, str) else float(value) * self._one
         if self._is(found, self.answer):
             return Verdict(True, self.answer_text)
         for mistake, wrong in self.traps.items():
             if self._is(found, wrong):
                 return Verdict(False, f"that is what one gets {mistake}")
+        for name, size in _named_units(self.answer.unit):
+            if math.isclose(found / self._one * size, self.answer, rel_tol=0.005):
+                return Verdict(False, f"that would be right in {name}; {self.ask_in} is asked for")
         if self.answer and found / self.answer > 0:
             ratio = max(found / self.answer, self.answer / found)
             side = "large" if found > self.answer else "small"
-            return Verdict(False, f"too {side}, by a factor of {ratio:.3g}")
+            how = f"{100 * (ratio - 1):.1f} %" if ratio < 1.1 else f"a factor of {format_number(float(f'{ratio:.3g}'))}"
+            return Verdict(False, f"too {side}, by {how}")
         return Verdict(False, "no")
+
+    @property
+    def asked(self) -> str:
+        """The unit of a plain number, and how exact it must be."""
+        exact = "exactly" if self.tolerance == 0 else f"within {100 * self.tolerance:g} %"
+        return f"{self.ask_in}, {exact}" if self.ask_in else exact
 
     @property
     def answer_text(self) -> str:
         """The answer in the unit that was asked for."""
-        value = self.answer / UNITS[self.answer.unit].get(self.ask_in.lower(), 1)
-        return f"{format_number(value)} {self.ask_in}".rstrip()
+        return f"{format_number(self.answer / self._one)} {self.ask_in}".rstrip()
 
     def explain(self) -> str:
         """The formula with the numbers of the question, down to the answer in the unit that was asked for."""
-        text = self.answer.explain(depth=0)
-        return (
-            text
-            if text.endswith(f"= {self.answer_text}")
-            else f"{text}\n{' ' * len(self.answer.name)} = {self.answer_text}"
-        )
+        lines = self.answer.explain(depth=0).splitlines()
+        if not lines[-1].endswith(f"= {self.answer_text}"):
+            lines.append(f"{' ' * len(self.answer.name)} = {self.answer_text}")
+        for term in self.answer.terms.values():
+            if isinstance(term, Quantity) and term.formula:
+                lines += ["  " + line for line in term.explain(depth=0, width=76).splitlines()]
+        return "\n".join(lines)
+
+    @property
+    def _one(self) -> float:
+        """One of the asked unit, in the unit of `answer`."""
+        return UNITS[self.answer.unit].get(self.ask_in.lower(), 1)
 
     def _is(self, found: float, wanted: float) -> bool:
         return math.isclose(found, wanted, rel_tol=max(self.tolerance, 1e-9), abs_tol=1e-12)
@@ -312,8 +330,8 @@ def hybrid(rng: random.Random) -> Drill:
     return Drill(
         "KV cache with linear attention",
         f"{spec.name}: {full} layers with full attention, {spec.num_kv_heads} KV heads of dimension {spec.head_dim}; "
-        f"{linear} layers with linear attention, each with a state of {state / 2**20:.2f} MiB per request. KV cache "
-        f"and states of a request of {context:,} tokens in bfloat16?",
+        f"{linear} layers with linear attention, each with one state of {state / 2**20:.2f} MiB per request. What do "
+        f"keys, values and states of a request of {context:,} tokens take in bfloat16 (contents, not whole blocks)?",
         right,
         "MiB",
         {
@@ -745,9 +763,10 @@ def play(
 ) -> tuple[int, int]:
     """Ask each drill, twice at most; returns (right at the first try, asked).
 
-    An empty answer gives up. The end of the input or Ctrl-C ends the round, and what was asked by then counts.
+    An empty answer gives up. "q", the end of the input or Ctrl-C ends the round, and what was asked by then counts.
     """
     right = asked = 0
+    tell("A plain number counts in the unit in brackets. Enter alone shows the solution, q ends.")
     try:
         for number, one in enumerate(drills, 1):
             tell(f"\n{number}/{len(drills)} {one.name}\n{one.question}")
@@ -763,9 +782,11 @@ def play(
 def _ask_one(one: Drill, ask: Callable[[str], str], tell: Callable[[str], None]) -> bool:
     tries = 0
     while tries < 2:
-        text = ask(f"answer ({one.ask_in}): " if one.ask_in else "answer: ")
+        text = ask(f"answer ({one.asked}): ")
         if not text.strip():
             break
+        if text.strip().lower() in ("q", "quit", "exit"):
+            raise EOFError
         try:
             verdict = one.check(text)
         except ValueError as error:  # not a try: nothing was answered
@@ -790,7 +811,7 @@ class Quiz:
     def questions(self) -> None:
         """Print all of them, each with the unit of a plain number."""
         for number, one in enumerate(self.drills, 1):
-            print(f"{number}  {one.question}" + (f" ({one.ask_in})" if one.ask_in else ""))
+            print(f"{number}  {one.question} ({one.asked})")
 
     def answer(self, number: int, value: float | str) -> None:
         """Print whether that is right, and which mistake it looks like if not. The first try counts."""

@@ -48,13 +48,13 @@ class KVLayout:
             formula.append("linear_groups * states")
             terms |= {"linear_groups": self.num_groups[LINEAR], "states": self.states}
             total += self.num_groups[LINEAR] * self.states
-        return Quantity(total, "blocks", f"blocks of a request of {num_tokens:,} tokens", " + ".join(formula), terms)
+        return Quantity(total, "blocks", "blocks of a request", " + ".join(formula), terms)
 
     def bytes_per_request(self, num_tokens: int, tokens_in_flight: int = 1) -> Quantity:
         """What the start-up check asks for: bytes of one request of that length, on one GPU."""
         blocks = self.blocks_per_request(num_tokens, tokens_in_flight)
         return Quantity(
-            blocks * self.block_bytes, "B", f"KV cache of a request of {num_tokens:,} tokens",
+            blocks * self.block_bytes, "B", "KV cache of a request",
             "blocks_per_request * block_bytes",
             {"blocks_per_request": blocks, "block_bytes": self.block_bytes},
         )  # fmt: skip

@@ -44,8 +44,9 @@ class Quantity(float):
     def __repr__(self) -> str:
         return f"{self.name}: {self}"
 
-    def explain(self, depth: int = 1) -> str:
-        """The formula, the formula with its terms filled in, and the result, a line each.
+    def explain(self, depth: int = 1, width: int = 78) -> str:
+        """The formula, the formula with its terms filled in, and the result, a line each; lines longer than `width` go
+        on below.
 
         Terms that were computed themselves follow, indented, down to `depth` levels below this one.
         """
@@ -53,10 +54,12 @@ class Quantity(float):
             return repr(self)
         indent = " " * len(self.name)
         filled = _IDENTIFIER.sub(self._value_of, self.formula)
-        lines = [f"{self.name} = {self.formula}", f"{indent} = {filled}", f"{indent} = {self}"]
+        lines = []
+        for line in (f"{self.name} = {self.formula}", f"{indent} = {filled}", f"{indent} = {self}"):
+            lines += _wrap(line, width, indent + "   ")
         for term in self.terms.values():
             if depth > 0 and isinstance(term, Quantity) and term.formula:
-                lines += ["  " + line for line in term.explain(depth - 1).splitlines()]
+                lines += ["  " + line for line in term.explain(depth - 1, width - 2).splitlines()]
         return "\n".join(lines)
 
     def _value_of(self, match: re.Match[str]) -> str:
@@ -65,7 +68,20 @@ class Quantity(float):
             return name  # a function, such as floor
         term = self.terms[name]
         unit = term.unit if isinstance(term, Quantity) else ""
-        return f"{format_number(float(term))}{' ' + unit if unit else ''}"
+        number = f"{term:,.0f}" if unit == "B" and abs(term) >= 1000 else format_number(float(term))
+        return f"{number}{' ' + unit if unit else ''}"
+
+
+def _wrap(line: str, width: int, indent: str) -> list[str]:
+    """The line, broken before an operator wherever it is longer than `width`."""
+    lines = []
+    while len(line) > width:
+        at = max(line.rfind(f" {operator} ", len(indent) + 1, width) for operator in "+-*/")
+        if at < 0:
+            break
+        lines.append(line[:at])
+        line = indent + line[at + 1 :]
+    return [*lines, line]
 
 
 def format_number(value: float) -> str:

@@ -94,14 +94,17 @@ def decode_step_seconds(
     """
     require_int("batch", batch, 1)
     _positive(weights=weights, bytes_s=bytes_s, flop_s=flop_s)
+    read = "weights / bytes_s"
+    terms = {
+        "weights": Quantity(weights, "B", "weights"), "bytes_s": Quantity(bytes_s, "B/s", "bandwidth"), "batch": batch,
+        "kv_bytes_per_request": Quantity(kv_bytes_per_request, "B", "KV cache of a request"),
+    }  # fmt: skip
+    if flops_per_token:
+        read = f"max({read}, batch * flops_per_token / flop_s)"
+        terms |= {"flops_per_token": flops_per_token, "flop_s": Quantity(flop_s, "FLOP/s", "compute")}
     return Quantity(
         max(weights / bytes_s, batch * flops_per_token / flop_s) + batch * kv_bytes_per_request / bytes_s,
-        "s", "decode step",
-        "max(weights / bytes_s, batch * flops_per_token / flop_s) + batch * kv_bytes_per_request / bytes_s",
-        {
-            "weights": weights, "bytes_s": bytes_s, "batch": batch, "flops_per_token": flops_per_token,
-            "flop_s": flop_s, "kv_bytes_per_request": kv_bytes_per_request,
-        },
+        "s", "decode step", f"{read} + batch * kv_bytes_per_request / bytes_s", terms,
     )  # fmt: skip
 
 

@@ -209,7 +209,7 @@ def kv_bytes_per_request(
     if LINEAR in layers:
         formula += " + linear_layers * state_of_a_layer"
         terms |= {"linear_layers": layers.count(LINEAR), "state_of_a_layer": Quantity(state, "B", "state of a layer")}
-    return Quantity(need(layers), "B", f"KV cache of a request of {num_tokens:,} tokens", formula, terms)
+    return Quantity(need(layers), "B", "KV cache of a request", formula, terms)
 
 
 # --- Weights and the budget ----------------------------------------------------------------------------------------

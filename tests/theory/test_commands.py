@@ -5,6 +5,7 @@ import json
 import pytest
 
 from minivllm.__main__ import main
+from minivllm.theory import list_devices, list_models
 
 SIZE = ["size", "--model", "qwen2.5-7b", "--gpu", "h100-sxm"]
 ROOFLINE = ["roofline", "--model", "qwen2.5-7b", "--gpu", "h100-sxm"]
@@ -70,9 +71,9 @@ class TestSize:
     def test_ways_out_are_ways_out(self, capsys, arguments):
         """Each alone makes the wanted requests fit."""
         _, out, _ = run(capsys, "size", *arguments)
-        line = next(line for line in out.splitlines() if line.startswith("Any of these would do: "))
-        options = line.removeprefix("Any of these would do: ").rstrip(".").split("; or ")
-        assert options
+        line = next(line for line in out.splitlines() if " would do: " in line)
+        options = line.partition(" would do: ")[2].rstrip(".").split("; or ")
+        assert options and line.startswith("Any of these" if len(options) > 1 else "This")
         for option in options:
             changed = option.split()
             kept = list(arguments)
@@ -175,9 +176,24 @@ class TestRoofline:
         assert code == 2 and "cannot be written" in err
 
 
+class TestCatalog:
+    def test_all(self, capsys):
+        code, out, _ = run(capsys, "catalog")
+        assert code == 0 and len(out.splitlines()) == len(list_models()) + len(list_devices()) + 3
+        assert all(len(line) <= 78 for line in out.splitlines())
+
+    def test_some(self, capsys):
+        _, out, _ = run(capsys, "catalog", "H100")
+        assert [line.split()[0] for line in out.splitlines()] == ["device", "h100-pcie", "h100-sxm", "h100-nvl"]
+        assert "79.2 GiB" in out and "3,350 GB/s" in out and "989 TFLOP/s" in out
+        _, out, _ = run(capsys, "catalog", "qwen2.5-7b")
+        assert out.splitlines()[1].split() == ["qwen2.5-7b", "7.62", "B", "56.0", "KiB", "131,072"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["catalog", "xyz"], "no model or GPU has 'xyz' in its name"),
         (["size", "--model", "qwen2.5-8b", "--gpu", "h100-sxm"], "unknown model 'qwen2.5-8b'; closest: "),
         (["size", "--model", "qwen2.5-7b", "--gpu", "h101"], "unknown device 'h101'; closest: h100"),
         ([*SIZE, "--context", "200000"], "context 200,000 is more than qwen2.5-7b was made for: at most 131,072"),

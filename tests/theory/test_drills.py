@@ -54,7 +54,7 @@ class TestEachDrill:
 
     def test_it_is_explained(self, maker):
         drill = make(maker, 0)
-        assert drill.answer.formula and len(drill.answer.explain(depth=0).splitlines()) == 3
+        assert drill.answer.formula and len(drill.answer.explain(depth=0, width=1000).splitlines()) == 3
         assert drill.question.endswith(("?", ")"))
 
 
@@ -111,6 +111,22 @@ def test_draw():
         draw(1, 0, "size")
 
 
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (57344, "that would be right in B; KiB is asked for"),
+        ("57.344", "that would be right in kB; KiB is asked for"),
+        (0.0546875, "that would be right in MiB; KiB is asked for"),
+        ("58", "too large, by 3.6 %"),
+        ("560", "too large, by a factor of 10"),
+        ("5600 MiB", "too large, by a factor of 102,000"),
+    ],
+)
+def test_what_is_wrong(answer, message):
+    verdict = EXAMPLE.check(answer)
+    assert not verdict.is_right and verdict.message == message
+
+
 class TestPlay:
     def play(self, *answers):
         told, left = [], list(answers)
@@ -128,6 +144,10 @@ class TestPlay:
     def test_right_twice(self):
         score, told = self.play("56", "57344 B")
         assert score == (2, 2) and "Score: 2 of 2" in told and "✓ 56 KiB" in told
+
+    def test_q_ends_the_round(self):
+        score, told = self.play("56", "q")
+        assert score == (1, 1) and "Score: 1 of 1" in told and "q ends" in told
 
     def test_second_try_does_not_count(self):
         score, told = self.play("28", "56", "1", "2")

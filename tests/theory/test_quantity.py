@@ -83,7 +83,7 @@ def test_the_formula_gives_the_value(name):
 @pytest.mark.parametrize("name", QUANTITIES)
 def test_the_explanation_names_every_term(name):
     quantity = QUANTITIES[name]
-    formula, filled, result = quantity.explain(depth=0).splitlines()
+    formula, filled, result = quantity.explain(depth=0, width=1000).splitlines()
     assert formula == f"{quantity.name} = {quantity.formula}"
     assert result.strip() == f"= {quantity}"
     assert not [term for term in quantity.terms if term in filled.replace("max(", "").replace("floor(", "")]
@@ -97,10 +97,17 @@ def test_explain():
     )
 
 
+@pytest.mark.parametrize("name", QUANTITIES)
+def test_long_lines_go_on_below(name):
+    whole, broken = QUANTITIES[name].explain(width=10**6), QUANTITIES[name].explain()
+    assert "".join(whole.split()) == "".join(broken.split())
+    assert all(len(line) <= 78 for line in broken.splitlines())
+
+
 def test_terms_that_were_computed_are_explained_below():
-    lines = sizing.kv_bytes_per_request(QWEN, 4096).explain().splitlines()
+    lines = sizing.kv_bytes_per_request(QWEN, 4096).explain(width=1000).splitlines()
     assert lines[3] == "  KV cache of a token in a layer = 2 * KV_heads * head_dim * bytes_per_element"
-    assert len(sizing.kv_bytes_per_request(QWEN, 4096).explain(depth=0).splitlines()) == 3
+    assert len(sizing.kv_bytes_per_request(QWEN, 4096).explain(depth=0, width=1000).splitlines()) == 3
 
 
 def test_it_is_a_number():

@@ -35,13 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return chosen.run(chosen)
         except ValueError as error:
-            print(f"minivllm {chosen.command}: {error}", file=sys.stderr)
+            print(f"minivllm {chosen.command}: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
     parser.print_help()
     return 0
 
 
 if __name__ == "__main__":
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without ✓ shows ?
     try:
         code = main()
         sys.stdout.flush()

@@ -32,6 +32,7 @@ from minivllm.theory.sizing import (
     checkpoint_bytes,
     kv_bytes_per_request,
     kv_bytes_per_token,
+    pipeline_stages,
     possible_tp,
     state_bytes_per_layer,
 )
@@ -64,7 +65,7 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
     )
     roofline.set_defaults(run=run_roofline)
     _add_model_and_gpu(roofline)
-    roofline.add_argument("--context", type=_count, default=4096, help="tokens of each request (default 4096)")
+    roofline.add_argument("--context", type=_count, help="tokens of each request (default 4,096, or the model's most)")
     roofline.add_argument("--batch", type=_count, nargs="+", default=[1, 8, 32, 128, 256], help="decode batch sizes")
     roofline.add_argument("--compute-efficiency", type=_number, default=1.0, help="reached share of the peak FLOP/s")
     roofline.add_argument("--memory-efficiency", type=_number, default=1.0, help="reached share of the bandwidth")
@@ -114,7 +115,10 @@ def run_size(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(plan_as_dict(plan), indent=2))
         return 0
-    print(_table(plan_rows(plan)))
+    rows = plan_rows(plan)
+    if _is_float32(args):
+        rows.insert(2, ("", "a float32 checkpoint, which vLLM serves in 16 bits"))
+    print(_table(rows))
     if args.explain:
         for quantity in (plan.per_token, plan.budget, plan.per_request, plan.requests_in_memory):
             print(f"\n{quantity.explain(depth=0)}")
@@ -129,34 +133,51 @@ def _known_weight_bytes(args: argparse.Namespace) -> float | None:
     """Given, or the size of the files beside the config, unless another dtype is asked for."""
     if args.weights_gib is not None:
         return args.weights_gib * GIB
-    if args.config is not None and args.weight_dtype == "auto":
+    if args.config is not None and args.weight_dtype == "auto" and not _is_float32(args):
         return checkpoint_bytes(args.config)
     return None
 
 
 def ways_out(plan: Plan) -> list[str]:
     """Settings with which the wanted requests fit, each tried: alternatives to one another."""
-    wanted = plan.settings.concurrency or 1
+    wanted, settings = plan.settings.concurrency or 1, plan.settings
     base: dict[str, Any] = {"max_num_seqs": wanted} if plan.max_num_seqs < wanted else {}
-    changes: list[dict[str, Any]] = [base] if base else []
-    changes += [base | {"tp": tp} for tp in possible_tp(plan.spec) if tp > plan.settings.tp]
-    if plan.settings.kv_dtype == "auto":
+    if plan.max_num_batched_tokens < wanted:
+        base["max_num_batched_tokens"] = wanted
+    if base and _fits(plan, base):
+        return [_as_options(base)]
+    tps = [tp for tp in possible_tp(plan.spec) if tp > settings.tp]
+    changes = [base | {"tp": tp} for tp in tps]
+    if settings.kv_dtype == "auto":
         changes.append(base | {"kv_dtype": "fp8"})
     if SLIDING in plan.spec.layer_types and plan.max_num_batched_tokens > 2048:
         changes.append({"max_num_batched_tokens": 2048} | base)
-    if plan.settings.weight_dtype == "auto" and plan.settings.weight_bytes is None and plan.spec.quantization is None:
+    if settings.weight_dtype == "auto" and settings.weight_bytes is None and plan.spec.quantization is None:
         changes.append(base | {"weight_dtype": "fp8"})
-    shorter = _longest_that_fits(plan, base)
-    if shorter:
-        changes.append(base | {"context": shorter})
+    if settings.block_size > 16:
+        changes.append(base | {"block_size": 16})
+    changes += _shorter(plan, base)
     found: dict[str, str] = {}  # the first of a kind, which changes least
     for change in changes:
         kind = ", ".join(change)
         if kind not in found and _fits(plan, change):
-            found[kind] = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
-            if change == base:
-                break
+            found[kind] = _as_options(change)
+    if not found:  # two changes together
+        both = next((change for tp in tps for change in _shorter(plan, base | {"tp": tp})), None)
+        found = {"both": _as_options(both)} if both else {}
+    if not found and plan.requests_at_once:
+        return [f"--concurrency {plan.requests_at_once}"]
     return list(found.values()) or ["a larger GPU, or a smaller model"]
+
+
+def _as_options(change: dict[str, Any]) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
+
+
+def _shorter(plan: Plan, change: dict[str, Any]) -> list[dict[str, Any]]:
+    """The change with the longest context that makes it enough, if there is one."""
+    context = _longest_that_fits(plan, change)
+    return [change | {"context": context}] if context else []
 
 
 def _longest_that_fits(plan: Plan, change: dict[str, Any]) -> int:
@@ -199,7 +220,8 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         growth = kv_bytes_per_token(spec, settings.kv_dtype, settings.tp, settings.pp, beyond_window=True)
         rows.append(("beyond the window", f"{format_bytes(growth)} per token and GPU"))
     if LINEAR in spec.layer_types:
-        state = spec.layer_types.count(LINEAR) * state_bytes_per_layer(spec, settings.tp)
+        count = max(stage.count(LINEAR) for stage in pipeline_stages(spec, settings.pp))
+        state = count * state_bytes_per_layer(spec, settings.tp)
         rows.append(("state", f"{format_bytes(state)} per request and GPU, whatever its length"))
     if not spec.is_known:
         rows.append(("note", f"model_type {spec.model_type!r} is not known here: counted as if it were a Llama"))
@@ -279,9 +301,16 @@ def run_drill(args: argparse.Namespace) -> int:
         raise ValueError(f"--count is {args.count:,}, at most 1,000 questions in a round")
     seed = random.randrange(10**6) if args.seed is None else args.seed
     drills = draw(args.count, seed, args.topic)
-    print(f"{len(drills)} questions, seed {seed}.")
-    play(drills, ask=input)
+    print(f"{len(drills)} question{'s' if len(drills) > 1 else ''}, seed {seed}.")
+    play(drills, ask=_ask)
     return 0
+
+
+def _ask(prompt: str) -> str:
+    try:
+        return input(prompt)
+    except RuntimeError:  # standard input was closed before the program began
+        raise EOFError from None
 
 
 # --- roofline ------------------------------------------------------------------------------------------------------
@@ -290,6 +319,9 @@ def run_drill(args: argparse.Namespace) -> int:
 def run_roofline(args: argparse.Namespace) -> int:
     """ValueError if something cannot be."""
     spec, device = _model(args), find_device(args.gpu)
+    if args.plot is not None and (Path(args.plot).is_dir() or not Path(args.plot).suffix):
+        raise ValueError(f"the picture cannot be written to {args.plot!r}: give a file name, such as roofline.png")
+    args.context = args.context or min(4096, spec.max_position_embeddings)
     check_context(spec, args.context)
     if max(args.batch) > 100_000:
         raise ValueError(f"--batch is {max(args.batch):,}, at most 100,000 requests")
@@ -323,7 +355,7 @@ def run_roofline(args: argparse.Namespace) -> int:
         print(json.dumps(result, indent=2))
     else:
         _print_roofline(spec, device, args, rows, ridge, alone, with_kv)
-    if args.plot:
+    if args.plot is not None:
         _plot(args.plot, spec, device, steps, flop_s, bytes_s)
     return 0
 
@@ -436,13 +468,24 @@ def _add_model_and_gpu(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=_count, default=1, help="GPUs that share every layer (default 1)")
     parser.add_argument("--kv-dtype", default="auto", help="auto, fp8, int8, int4, q8_0 ... (default: the model's)")
     parser.add_argument("--weight-dtype", default="auto", help=f"auto, {', '.join(WEIGHT_BITS)}")
-    parser.add_argument("--json", action="store_true", help="print JSON, with units in the names")
-    parser.add_argument("--explain", action="store_true", help="also print the formulas with their terms filled in")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print JSON, with units in the names")
+    output.add_argument("--explain", action="store_true", help="also print the formulas with their terms filled in")
 
 
 def _model(args: argparse.Namespace) -> ModelSpec:
     if (args.model is None) == (args.config is None):
         raise ValueError("give either --model NAME or --config PATH")
+    spec = _as_published(args)
+    return replace(spec, dtype="bfloat16") if spec.dtype == "float32" else spec
+
+
+def _is_float32(args: argparse.Namespace) -> bool:
+    """vLLM loads such a checkpoint in 16 bits (config/model.py, _resolve_auto_dtype)."""
+    return _as_published(args).dtype == "float32"
+
+
+def _as_published(args: argparse.Namespace) -> ModelSpec:
     return find_model(args.model) if args.config is None else ModelSpec.from_file(Path(args.config))
 
 
@@ -459,8 +502,8 @@ def _parser_of(kind: Callable[[str], Any], what: str) -> Callable[[str], Any]:
     return parse
 
 
-_count = _parser_of(int, "a whole number of at least 1")
-_number = _parser_of(float, "a positive number")
+_count = _parser_of(int, f"a whole number from 1 to {LARGEST:,}")
+_number = _parser_of(float, f"a positive number of at most {LARGEST:,}")
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

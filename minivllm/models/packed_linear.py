@@ -31,7 +31,7 @@ FILLED_UP_ROWS = 4
 @script
 def _packed_product(x: Tensor, packed: Tensor, bias: Tensor | None, min_rows: int) -> Tensor:
     rows = x.shape[0]
-    if rows < min_rows:
+    if x.dim() == 2 and rows < min_rows:
         x = F.pad(x, [0, 0, 0, min_rows - rows])
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")[:rows]
 
@@ -67,9 +67,11 @@ def pack_weights(model: nn.Module, min_bytes: int = MIN_BYTES) -> int:
         (parent, name)
         for parent in model.modules()
         for name, layer in parent.named_children()
-        if isinstance(layer, (nn.Linear, Conv1D)) and layer.weight.nbytes >= min_bytes
+        if type(layer) in (nn.Linear, Conv1D) and layer.weight.nbytes >= min_bytes
     ]
-    if not places or not can_pack(next(model.parameters())):
+    weights = [getattr(parent, name).weight for parent, name in places]
+    kinds = {(weight.device, weight.dtype): weight for weight in weights}
+    if not places or not all(map(can_pack, kinds.values())):
         return 0
     for parent, name in places:
         layer = getattr(parent, name)

@@ -85,9 +85,9 @@ class Drill:
         found = self.parse(value) if isinstance(value, str) else float(value) * self._one
         if self._is(found, self.answer):
             return Verdict(True, self.answer_text)
-        for mistake, wrong in self.traps.items():
-            if self._is(found, wrong):
-                return Verdict(False, f"that is what one gets {mistake}")
+        near = {mistake: abs(found - wrong) for mistake, wrong in self.traps.items() if self._is(found, wrong)}
+        if near:
+            return Verdict(False, f"that is what one gets {min(near, key=near.get)}")
         for name, size in _named_units(self.answer.unit):
             if math.isclose(found / self._one * size, self.answer, rel_tol=0.005):
                 return Verdict(False, f"that would be right in {name}; {self.ask_in} is asked for")
@@ -765,40 +765,39 @@ def play(
 
     An empty answer gives up. "q", the end of the input or Ctrl-C ends the round, and what was asked by then counts.
     """
-    right = asked = 0
     tell("A plain number counts in the unit in brackets. Enter alone shows the solution, q ends.")
-    try:
-        for number, one in enumerate(drills, 1):
-            tell(f"\n{number}/{len(drills)} {one.name}\n{one.question}")
-            asked += 1
-            right += _ask_one(one, ask, tell)
-    except (EOFError, KeyboardInterrupt):
-        asked -= 1
-        tell("")
+    right = asked = 0
+    for number, one in enumerate(drills, 1):
+        tell(f"\n{number}/{len(drills)} {one.name}\n{one.question}")
+        tries: list[bool] = []
+        try:
+            _ask_one(one, ask, tell, tries)
+        except (EOFError, KeyboardInterrupt):
+            asked += bool(tries)
+            tell("")
+            break
+        asked += 1
+        right += tries[:1] == [True]
     tell(f"\nScore: {right} of {asked} at the first try.")
     return right, asked
 
 
-def _ask_one(one: Drill, ask: Callable[[str], str], tell: Callable[[str], None]) -> bool:
-    tries = 0
-    while tries < 2:
-        text = ask(f"answer ({one.asked}): ")
-        if not text.strip():
+def _ask_one(one: Drill, ask: Callable[[str], str], tell: Callable[[str], None], tries: list[bool]) -> None:
+    """Ask until it is right, given up or wrong twice; `tries` takes whether each answer was right."""
+    while len(tries) < 2 and True not in tries:
+        text = ask(f"answer ({one.asked}): ").strip()
+        if not text:
             break
-        if text.strip().lower() in ("q", "quit", "exit"):
+        if text.lower() in ("q", "quit", "exit"):
             raise EOFError
         try:
             verdict = one.check(text)
         except ValueError as error:  # not a try: nothing was answered
             tell(f"? {error}")
             continue
-        tries += 1
-        if verdict.is_right:
-            tell(f"✓ {verdict.message}\n{one.explain()}")
-            return tries == 1
-        tell(f"✗ {verdict.message}")
+        tries.append(verdict.is_right)
+        tell(f"{'✓' if verdict.is_right else '✗'} {verdict.message}")
     tell(one.explain())
-    return False
 
 
 class Quiz:

@@ -174,7 +174,8 @@ class ModelSpec:
         """Read the content of a Hugging Face config.json. ValueError if a size is missing or makes no sense."""
         text = config.get("text_config")
         if isinstance(text, Mapping):  # a vision-language model: its decoder
-            config = {**{key: config[key] for key in ("tie_word_embeddings", "torch_dtype") if key in config}, **text}
+            outer = ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config")
+            config = {**{key: config[key] for key in outer if key in config}, **text}
         return cls(**_read(config, name or str(config.get("_name_or_path") or config.get("model_type") or "model")))
 
     # --- Counting ---
@@ -289,11 +290,12 @@ def _whole(config: Mapping[str, Any], *keys: str, default: int | None = None) ->
     for key in keys:
         if config.get(key) is not None:
             require_int(key, config[key], 0)
-            if config[key] > (MAX_LAYERS if "layer" in key else LARGEST):
-                raise ValueError(f"{key} is {config[key]:.3g}, which no model has")
+            most = MAX_LAYERS if "layer" in key else LARGEST
+            if config[key] > most:
+                raise ValueError(f"{key} is more than {most:,}, which no model has")
             return int(config[key])
     if default is None:
-        raise ValueError(f"the config has no {' or '.join(keys)}")
+        raise ValueError(f"the config has no {' or '.join(keys)}; if its model type has a default, write it in")
     return default
 
 
@@ -304,7 +306,7 @@ def _layer_types(config: Mapping[str, Any], num_layers: int, window: int | None)
             raise ValueError(f"layer_types is {repr(named)[:80]}, expected a list with a name for each layer")
         return tuple(named)
     model_type = config.get("model_type")
-    if "linear_num_value_heads" in config:  # Qwen3-Next, Qwen3.5
+    if config.get("linear_num_value_heads"):  # Qwen3-Next, Qwen3.5
         interval = max(1, _whole(config, "full_attention_interval", default=4))
         return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(num_layers))
     if window is None:
@@ -320,7 +322,7 @@ def _layer_types(config: Mapping[str, Any], num_layers: int, window: int | None)
 
 def _window(config: Mapping[str, Any]) -> int | None:
     """Tokens that a windowed layer sees; None if the config names none, or one that is switched off."""
-    if config.get("use_sliding_window") is False:
+    if "use_sliding_window" in config and not config["use_sliding_window"]:
         return None
     window = _whole(config, "sliding_window", default=0)
     return window or None
@@ -393,6 +395,12 @@ def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
     return _whole(config, "num_key_value_heads", "num_kv_heads", default=num_heads)
 
 
+# What a config.json leaves to the defaults of transformers.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
+                    "max_position_embeddings": 131072},
+}  # fmt: skip
+
 # Families whose shared expert has a gate of its own.
 _SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
 
@@ -442,12 +450,16 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 def _read(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     model_type = str(config.get("model_type", ""))
     family = _FAMILIES.get(model_type, {})
+    config = {**_DEFAULTS.get(model_type, {}), **config}
     hidden = _whole(config, "hidden_size", "n_embd", "d_model")
     num_layers = _whole(config, "num_hidden_layers", "n_layer", "num_layers")
     num_heads = _whole(config, "num_attention_heads", "n_head")
     if not num_heads:
         raise ValueError("num_attention_heads is 0")
-    positions = _whole(config, "max_position_embeddings", "n_positions", "seq_length", default=2048)
+    # model_max_length: Command-R, whose max_position_embeddings is that of its first training
+    positions = _whole(config, "model_max_length", "max_position_embeddings", "n_positions", "seq_length", default=2048)
+    if not positions:
+        raise ValueError("max_position_embeddings is 0")
     intermediate = _whole(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * hidden)
     latent = _latent(config)
     window = _window(config)

@@ -84,8 +84,8 @@ class Plan:
         """Whole requests of full length that the pool holds at the same time."""
         blocks = self.layout.blocks_per_request(self.settings.context, self._tokens_in_flight)
         return Quantity(
-            (self.num_blocks - 1) // blocks, "requests", "requests at once",
-            "floor((num_blocks - 1) / blocks_per_request)",
+            max(0, (self.num_blocks - 1) // blocks), "requests", "requests at once",
+            "max(0, floor((num_blocks - 1) / blocks_per_request))",
             {"num_blocks": self.num_blocks, "blocks_per_request": blocks},
         )  # fmt: skip
 
@@ -170,14 +170,7 @@ def smallest_tp(spec: ModelSpec, device: Device, settings: Settings) -> int | No
 def _plan(spec: ModelSpec, device: Device, settings: Settings) -> Plan:
     check_parallel(spec, settings.tp, settings.pp)
     check_context(spec, settings.context)
-    default_tokens, default_seqs = default_batch_limits(device.memory_bytes, device.name, server=True)
-    batched = settings.max_num_batched_tokens or max(default_tokens, settings.max_num_seqs or 0)
-    max_num_seqs = settings.max_num_seqs or min(default_seqs, batched)
-    if batched < max_num_seqs:
-        raise ValueError(
-            f"max_num_batched_tokens ({batched:,}) is less than max_num_seqs ({max_num_seqs:,}): each running request "
-            "needs one token of a step"
-        )
+    batched, max_num_seqs = _batch_limits(device, settings)
     weights, activation_peak = _memory(spec, settings, max_num_seqs, batched)
     budget = kv_budget(
         device.memory_bytes, settings.gpu_memory_utilization, weights, activation_peak, settings.other_bytes
@@ -195,6 +188,21 @@ def _plan(spec: ModelSpec, device: Device, settings: Settings) -> Plan:
         per_token=kv_bytes_per_token(spec, **sizes),
         layout=kv_layout(spec, **sizes, block_size=settings.block_size),
     )
+
+
+def _batch_limits(device: Device, settings: Settings) -> tuple[int, int]:
+    """(max_num_batched_tokens, max_num_seqs) as vllm serve sets what the user does not. ValueError if they clash."""
+    default_tokens, default_seqs = default_batch_limits(device.memory_bytes, device.name, server=True)
+    max_num_seqs = settings.max_num_seqs or default_seqs
+    batched = settings.max_num_batched_tokens or min(default_tokens, max_num_seqs * settings.context)
+    if settings.max_num_seqs is None:
+        max_num_seqs = min(max_num_seqs, batched)
+    if batched < max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens ({batched:,}) is less than max_num_seqs ({max_num_seqs:,}): each running request "
+            f"needs one token of a step. Set max_num_batched_tokens to {max_num_seqs:,} or more"
+        )
+    return batched, max_num_seqs
 
 
 def _memory(

@@ -17,10 +17,11 @@ from minivllm.config import require_int
 from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec
 from minivllm.theory.quantity import Quantity
 from minivllm.theory.sizing import (
+    EXPERTS_ONLY,
     check_parallel,
     kv_bytes_per_token_and_layer,
     state_bytes_per_layer,
-    weight_bytes,
+    weight_format,
 )
 
 # --- On a napkin ---------------------------------------------------------------------------------------------------
@@ -267,14 +268,17 @@ def step_cost(
     num_sampled = len(chunks) if num_sampled is None else num_sampled
 
     linear = float(spec.attention_parameters + spec.mlp_parameters)
-    bytes_per_weight = weight_bytes(spec, weight_dtype) / (spec.published_parameters or float(spec.parameters))
-    active, touched = linear, linear
+    key, bits = weight_format(spec, weight_dtype)
+    narrow, wide = bits / 8, max(bits / 8, 2)  # a quantised checkpoint keeps its head in 16 bits
+    idle, untouched = 0.0, 0.0  # weights of experts that no token of this step, or not this token, is sent to
     if spec.experts is not None:
         experts = spec.experts
         one = experts.num_layers * spec.one_mlp(experts.expert_size)  # an expert, in all its layers
-        active = linear - (experts.num_experts - experts.experts_per_token) * one
-        touched = linear - (experts.num_experts - experts_touched(spec, num_tokens)) * one
-    projections = Part(2 * active * num_tokens / tp, touched * bytes_per_weight / tp)
+        idle = (experts.num_experts - experts.experts_per_token) * one
+        untouched = (experts.num_experts - experts_touched(spec, num_tokens)) * one
+    attention_weights = spec.attention_parameters * (wide if key in EXPERTS_ONLY and spec.experts else narrow)
+    read_weights = attention_weights + (spec.mlp_parameters - untouched) * narrow
+    projections = Part(2 * (linear - idle) * num_tokens / tp, read_weights / tp)
 
     one_token = kv_bytes_per_token_and_layer(spec, kv_dtype, tp)
     num_full, num_sliding = spec.layer_types.count(FULL), spec.layer_types.count(SLIDING)
@@ -289,7 +293,7 @@ def step_cost(
     attention = Part(pairs * flops_per_pair(spec, is_decode) / tp, (read + written) * one_token + 2 * states)
 
     head = spec.head_parameters
-    lm_head = Part(2 * head * num_sampled / tp, head * bytes_per_weight / tp)
+    lm_head = Part(2 * head * num_sampled / tp, head * wide / tp)
     messages = 2 * spec.num_layers * num_tokens * spec.hidden_size * 2 if tp > 1 else 0  # 2 bytes per element
     return Step(
         num_tokens, len(chunks), {"projections": projections, "attention": attention, "lm_head": lm_head}, messages
@@ -393,5 +397,5 @@ def _positive(**values: float) -> None:
 
 def _share(**values: float) -> None:
     for name, value in values.items():
-        if not 0 < value <= 1:
-            raise ValueError(f"{name} is {value!r}, expected more than 0 and at most 1")
+        if not 0.001 <= value <= 1:
+            raise ValueError(f"{name} is {value!r}, expected 0.001 to 1")

@@ -9,8 +9,8 @@ The rules are those of vLLM 0.30.0 (v1/core/kv_cache_utils.py, v1/kv_cache_inter
 from __future__ import annotations
 
 import itertools
+import json
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,23 +75,32 @@ def kv_dtype_named(name: str, spec: ModelSpec) -> KVDtype:
     return KV_DTYPES[key]
 
 
+# Formats in which only the experts are stored.
+EXPERTS_ONLY = ("mxfp4",)
+
+
 def check_parallel(spec: ModelSpec, tp: int, pp: int = 1) -> None:
     """ValueError if the model cannot be cut so: heads must divide, and every stage needs a layer."""
     require_int("tp", tp, 1)
     require_int("pp", pp, 1)
-    if spec.num_heads % tp:
-        fits = [str(n) for n in range(1, spec.num_heads + 1) if spec.num_heads % n == 0 and _kv_heads_fit(spec, n)]
-        raise ValueError(
-            f"{spec.name} has {spec.num_heads} attention heads, which {tp} GPUs cannot share evenly; tp can be "
-            f"{', '.join(fits)}"
-        )
-    if not _kv_heads_fit(spec, tp):
-        raise ValueError(
-            f"{spec.name} has {spec.num_kv_heads} KV heads: tp must divide them or be a multiple of them, and {tp} is "
-            "neither"
-        )
+    problem = _why_not_tp(spec, tp)
+    if problem:
+        possible = ", ".join(map(str, sorted(possible_tp(spec))))
+        raise ValueError(f"{spec.name} has {problem}; tp can be {possible}")
     if pp > spec.num_layers:
         raise ValueError(f"{spec.name} has {spec.num_layers} layers, too few for pp = {pp} stages")
+
+
+def _why_not_tp(spec: ModelSpec, tp: int) -> str:
+    """What keeps `tp` GPUs from sharing the heads; empty if nothing does."""
+    if spec.num_heads % tp:
+        return f"{spec.num_heads} attention heads, which {tp} GPUs cannot share evenly"
+    if spec.latent is None and spec.num_kv_heads % tp and tp % spec.num_kv_heads:
+        return f"{spec.num_kv_heads} KV heads: tp must divide them or be a multiple of them, and {tp} is neither"
+    if spec.linear is not None and (spec.linear.num_key_heads % tp or spec.linear.num_value_heads % tp):
+        heads = f"{spec.linear.num_key_heads} key and {spec.linear.num_value_heads} value heads of linear attention"
+        return f"{heads}, which {tp} GPUs cannot share evenly"
+    return ""
 
 
 def check_context(spec: ModelSpec, context: int) -> None:
@@ -101,10 +110,6 @@ def check_context(spec: ModelSpec, context: int) -> None:
             f"context {context:,} is more than {spec.name} was made for: at most {spec.max_position_embeddings:,} "
             "tokens (max_position_embeddings)"
         )
-
-
-def _kv_heads_fit(spec: ModelSpec, tp: int) -> bool:
-    return spec.latent is not None or spec.num_kv_heads % tp == 0 or tp % spec.num_kv_heads == 0
 
 
 def kv_heads_per_gpu(spec: ModelSpec, tp: int = 1) -> int:
@@ -218,44 +223,76 @@ def kv_bytes_per_request(
 def weight_bytes(spec: ModelSpec, weight_dtype: str = "auto", tp: int = 1, pp: int = 1) -> Quantity:
     """Bytes of the weights on one GPU, from the parameter count; exact for a checkpoint in one dtype.
 
-    Quantised formats leave the embedding and the output head in 16 bits. Where the files are at hand, their size is
-    better: `checkpoint_bytes`.
+    Quantised formats leave the embedding and the output head in 16 bits, MXFP4 (gpt-oss) everything but the experts.
+    Where the files are at hand, their size is better: `checkpoint_bytes`.
     """
     check_parallel(spec, tp, pp)
+    key, bits = weight_format(spec, weight_dtype)
+    total = spec.published_parameters or float(spec.parameters)
+    if bits >= 16:
+        return Quantity(
+            total * bits / 8 / (tp * pp), "B", "weights", "parameters * bits / 8 / GPUs",
+            {"parameters": total, "bits": bits, "GPUs": tp * pp},
+        )  # fmt: skip
+    kept = spec.embedding_parameters + (0 if spec.tie_word_embeddings else spec.head_parameters)
+    kept += spec.attention_parameters if key in EXPERTS_ONLY and spec.experts else 0
+    return Quantity(
+        (kept * 16 + (total - kept) * bits) / 8 / (tp * pp), "B", "weights",
+        "(kept_in_16_bits * 16 + (parameters - kept_in_16_bits) * bits) / 8 / GPUs",
+        {"kept_in_16_bits": kept, "parameters": total, "bits": bits, "GPUs": tp * pp},
+    )  # fmt: skip
+
+
+def weight_format(spec: ModelSpec, weight_dtype: str = "auto") -> tuple[str, float]:
+    """The format that "auto" stands for, and its bits per weight. ValueError if it is not known here."""
     key = full_dtype(weight_dtype)
-    key = (spec.quantization or spec.dtype) if key == "auto" else key
+    if key == "auto":
+        key = spec.quantization or spec.dtype
+        if key not in WEIGHT_BITS:
+            raise ValueError(
+                f"{spec.name} is quantised in a way that is not known here {key.removeprefix('unknown ')}: give the "
+                f"size of its files (--weights-gib), or the --weight-dtype that comes closest: {', '.join(WEIGHT_BITS)}"
+            )
     if key not in WEIGHT_BITS:
         raise ValueError(f"weight dtype {key!r} is unknown; known: auto, {', '.join(WEIGHT_BITS)}")
-    total = spec.published_parameters or float(spec.parameters)
-    if WEIGHT_BITS[key] >= 16:
-        return Quantity(
-            total * WEIGHT_BITS[key] / 8 / (tp * pp),
-            "B",
-            "weights",
-            "parameters * bits / 8 / GPUs",
-            {"parameters": total, "bits": WEIGHT_BITS[key], "GPUs": tp * pp},
-        )
-    kept = spec.embedding_parameters + (0 if spec.tie_word_embeddings else spec.head_parameters)
-    return Quantity(
-        (kept * 16 + (total - kept) * WEIGHT_BITS[key]) / 8 / (tp * pp),
-        "B",
-        "weights",
-        "(embedding_and_head * 16 + (parameters - embedding_and_head) * bits) / 8 / GPUs",
-        {"embedding_and_head": kept, "parameters": total, "bits": WEIGHT_BITS[key], "GPUs": tp * pp},
-    )
+    return key, WEIGHT_BITS[key]
 
 
 def checkpoint_bytes(path: str | Path) -> int | None:
-    """Size of the weight files in a checkpoint's folder, or beside its config.json: what a model of mixed precision
-    takes. None if there are none, or only some of those that an index lists."""
+    """Size of the weights in a checkpoint's folder, or beside its config.json: what a model of mixed precision takes.
+
+    None if they are not all there, or if it is unclear which of several files are the model's.
+    """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    for pattern in ("*.safetensors", "*.bin", "*.gguf"):
-        files = sorted(folder.glob(pattern))
-        if files:
-            parts = re.search(r"-of-0*(\d+)\.", files[0].name)  # model-00001-of-00004.safetensors
-            complete = parts is None or len(files) >= int(parts.group(1))
-            return sum(file.stat().st_size for file in files) if complete else None
-    return None
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (folder / index).is_file():
+            try:
+                parts = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
+            except (OSError, ValueError, TypeError, KeyError, AttributeError):
+                return None
+            return _size_of([folder / part for part in parts])
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return _size_of([folder / name])
+    parts = sorted(folder.glob("model-*-of-*.safetensors"))
+    if parts:
+        complete = parts[0].stem.rpartition("-")[2] == f"{len(parts):05}"
+        return _size_of(parts) if complete else None
+    ggufs = list(folder.glob("*.gguf"))
+    return _size_of(ggufs) if len(ggufs) == 1 else None
+
+
+def _size_of(files: list[Path]) -> int | None:
+    """Bytes of them together; None if one is missing, or is what Git LFS leaves in a file's place."""
+    total = 0
+    for file in files:
+        if not file.is_file():
+            return None
+        size = file.stat().st_size
+        if size < 1000 and file.read_bytes().startswith(b"version https://git-lfs"):
+            return None
+        total += size
+    return total
 
 
 def activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_num_seqs: int, tp: int = 1) -> Quantity:
@@ -299,15 +336,15 @@ def kv_budget(
         raise ValueError(f"memory is {memory_bytes!r} bytes, expected a positive number")
     if not 0 < gpu_memory_utilization <= 1:
         raise ValueError(f"gpu_memory_utilization is {gpu_memory_utilization!r}, expected more than 0 and at most 1")
-    if min(weights, activation_peak, other) < 0:
-        raise ValueError("weights, activation peak and other memory cannot be negative")
+    if not min(weights, activation_peak, other) >= 0:  # also false for a NaN
+        raise ValueError("weights, activation peak and other memory must be 0 or more bytes")
     usable = memory_bytes * gpu_memory_utilization
     left = usable - weights - activation_peak - other
     if left <= 0:
         raise NoRoom(
             f"nothing is left for the KV cache: {gpu_memory_utilization:g} of {memory_bytes / GIB:,.2f} GiB is "
             f"{usable / GIB:,.2f} GiB, weights take {weights / GIB:,.2f}, activations {activation_peak / GIB:,.2f} and "
-            f"the rest {other / GIB:,.2f} GiB. Use more GPUs (tp), smaller weights, or a larger GPU"
+            f"the rest {other / GIB:,.2f} GiB. {_more_room(usable, weights)}"
         )
     return Quantity(
         left,
@@ -324,6 +361,12 @@ def kv_budget(
     )
 
 
+def _more_room(usable: float, weights: float) -> str:
+    if weights < usable:
+        return "Lower max_num_batched_tokens or the rest, raise gpu_memory_utilization, or use more or larger GPUs"
+    return "Use more GPUs (tp), smaller weights, or a larger GPU"
+
+
 def _as_bytes(value: float, name: str) -> Quantity:
     return value if isinstance(value, Quantity) else Quantity(value, "B", name)
 
@@ -334,6 +377,8 @@ def _as_bytes(value: float, name: str) -> Quantity:
 def num_kv_blocks(budget: float, bytes_per_token: float, block_size: int = 16) -> Quantity:
     """Whole blocks that the budget holds. (The engine keeps one of them, the null block, for itself.)"""
     require_int("block_size", block_size, 1)
+    if not bytes_per_token > 0:
+        raise ValueError(f"a token takes {bytes_per_token!r} bytes, expected a positive number")
     return Quantity(
         math.floor(budget / (block_size * bytes_per_token)),
         "blocks",
@@ -357,6 +402,7 @@ def max_concurrency(num_tokens: float, max_model_len: int, block_size: int = 16)
     A guarantee, not a cap: shorter requests fit more often. For models whose layers all keep every token.
     """
     require_int("max_model_len", max_model_len, 1)
+    require_int("block_size", block_size, 1)
     return Quantity(
         (num_tokens / block_size) / cdiv(max_model_len, block_size),
         "requests",
@@ -379,10 +425,7 @@ def requests_that_fit(budget: float, bytes_per_request: float) -> Quantity:
     )
 
 
-def possible_tp(spec: ModelSpec, most: int = 64) -> Iterator[int]:
-    """The numbers of GPUs, powers of two as in servers, that can share the model's heads."""
-    tp = 1
-    while tp <= min(most, spec.num_heads):
-        if spec.num_heads % tp == 0 and _kv_heads_fit(spec, tp):
-            yield tp
-        tp *= 2
+def possible_tp(spec: ModelSpec, most: int = 128) -> Iterator[int]:
+    """The numbers of GPUs that can share the model's heads: powers of two first, as in servers."""
+    numbers = [tp for tp in range(1, most + 1) if not _why_not_tp(spec, tp)]
+    yield from sorted(numbers, key=lambda tp: (tp & (tp - 1) != 0, tp))

@@ -62,6 +62,8 @@ def fit_rates(
     With overlap "none", two equations with two unknowns. With "all", the short step is taken for all memory and the
     long one for all compute. ValueError if no positive rates do it.
     """
+    if kv_bytes_s is not None and not kv_bytes_s > 0:
+        raise ValueError(f"kv_bytes_s is {kv_bytes_s!r}, expected a positive number")
     model = StepModel(1.0, 1.0, kv_bytes_s, overlap)
     (step_a, a), (step_b, b) = ((model._others(s), t - _kv_seconds(s, kv_bytes_s)) for s, t in (short, long))
     if overlap == "all":

@@ -61,6 +61,27 @@ def test_filled_up_only_where_it_is_faster(seconds, min_rows, monkeypatch):
     assert packed_linear.fastest_min_rows(Layer()) == min_rows
 
 
+def test_leading_dimensions_are_not_filled_up():
+    layer = PackedLinear(torch.randn(32, 64), None)
+    x = torch.randn(2, 5, 64)
+    expected = layer(x)
+    layer.min_rows = FILLED_UP_ROWS
+    assert torch.equal(layer(x), expected) and layer(x[:1, :1]).shape == (1, 1, 32)
+
+
+def test_other_layers_stay():
+    """A subclass may do more than multiply; and one dtype that cannot be packed leaves all as they are."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(Scaled(64, 64), nn.Linear(64, 64))
+    assert pack_weights(model, min_bytes=0) == 1 and type(model[0]) is Scaled
+    mixed = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, dtype=torch.bfloat16))
+    assert pack_weights(mixed, min_bytes=0) == 0 and type(mixed[0]) is nn.Linear
+
+
 def gpt2_config(**changes) -> ModelConfig:
     sizes = {"vocab_size": 99, "n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 4}
     return ModelConfig.from_hf({"model_type": "gpt2"} | sizes | changes)

@@ -85,9 +85,9 @@ def test_hub_ids_and_other_spellings():
 def test_unknown_names():
     with pytest.raises(ValueError, match=r"unknown device 'h900-sxm'; closest: .*h100-sxm"):
         find_device("h900-sxm")
-    with pytest.raises(ValueError, match="unknown model ''; known: "):
+    with pytest.raises(ValueError, match="unknown model ''; known names: python -m minivllm catalog"):
         find_model("")
-    with pytest.raises(ValueError, match="unknown device 'zzzz'; known: "):
+    with pytest.raises(ValueError, match="unknown device 'zzzz'; known names: "):
         find_device("zzzz")
 
 
@@ -140,6 +140,30 @@ class TestFromConfig:
     def test_the_decoder_of_a_vision_model(self):
         spec = ModelSpec.from_hf({"model_type": "llava", "torch_dtype": "float16", "text_config": CONFIG})
         assert (spec.num_layers, spec.dtype) == (2, "float16")
+
+    def test_what_the_outer_config_says(self):
+        """A multimodal checkpoint says outside how its decoder is stored."""
+        outer = {"model_type": "mistral3", "dtype": "float16", "quantization_config": {"quant_method": "fp8"}}
+        spec = ModelSpec.from_hf(outer | {"text_config": CONFIG})
+        assert (spec.dtype, spec.quantization) == ("float16", "fp8")
+
+    def test_null_is_absent(self):
+        spec = ModelSpec.from_hf(
+            CONFIG | {"linear_num_value_heads": None, "sliding_window": 8, "use_sliding_window": None}
+        )
+        assert spec.describe_layers() == "2 full"
+
+    def test_defaults_of_transformers(self):
+        """gemma-3-4b-it's config.json names no heads."""
+        sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+        spec = ModelSpec.from_hf({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **sizes}})
+        known = find_model("gemma-3-4b")
+        assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (
+            known.num_heads,
+            known.num_kv_heads,
+            known.head_dim,
+        )
+        assert spec.parameters == known.parameters
 
     def test_window_switched_off(self):
         config = CONFIG | {"sliding_window": 8, "use_sliding_window": False}

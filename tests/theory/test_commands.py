@@ -119,12 +119,15 @@ class TestSize:
     ("change", "message"),
     [
         ({"torch_dtype": "uint8"}, "torch_dtype 'uint8' is unknown; known: float32, float16, bfloat16"),
-        ({"num_hidden_layers": 10**30}, "num_hidden_layers is 1e+30, which no model has"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers is more than 1,000, which no model has"),
         ({"num_experts": 4, "mlp_only_layers": True}, "mlp_only_layers is True, expected a list"),
         ({"layer_types": [[1], [1]]}, "layer_types is [[1], [1]], expected a list with a name for each layer"),
         ({"hidden_size": "64"}, "hidden_size must be a whole number"),
         ({"vocab_size": True}, "vocab_size must be a whole number"),
-        ({"quantization_config": {"quant_method": "new"}}, "weight dtype 'unknown (new)' is unknown"),
+        (
+            {"quantization_config": {"quant_method": "new"}},
+            "is quantised in a way that is not known here (new): give the size of its files (--weights-gib)",
+        ),
     ],
 )
 def test_strange_configs(capsys, tmp_path, change, message):
@@ -176,6 +179,76 @@ class TestRoofline:
         assert code == 2 and "cannot be written" in err
 
 
+class TestWaysOut:
+    """What a hostile reader found: each of these once gave a way that was none."""
+
+    def ways(self, capsys, *arguments):
+        return run(capsys, "size", *arguments)[1].partition(" would do: ")[2].strip()
+
+    def test_seats_need_a_token_each(self, capsys):
+        small = ["--model", "qwen2.5-0.5b", "--gpu", "l4", "--context", "128", "--concurrency", "3000"]
+        assert self.ways(capsys, *small) == "--max-num-seqs 3000 --max-num-batched-tokens 3000."
+        found = json.loads(
+            run(capsys, "size", *small, "--max-num-seqs", "3000", "--max-num-batched-tokens", "3000", "--json")[1]
+        )
+        assert found["fits"]
+        code, _, err = run(capsys, "size", *small, "--max-num-seqs", "3000")
+        assert code == 2 and "max_num_batched_tokens (2,048) is less than max_num_seqs (3,000)" in err
+
+    def test_two_changes_together(self, capsys):
+        base = ["--model", "qwen3.5-27b", "--gpu", "h100-sxm", "--concurrency", "400"]
+        way = self.ways(capsys, *base)
+        assert way.startswith("--tp ") and " --context " in way
+        assert json.loads(run(capsys, "size", *base, *way.rstrip(".").split(), "--json")[1])["fits"]
+
+    def test_more_than_any_server_holds(self, capsys):
+        assert (
+            self.ways(capsys, "--model", "qwen2.5-7b", "--gpu", "h100-sxm", "--concurrency", "1000000000")
+            == "--concurrency 8."
+        )
+
+    def test_a_block_larger_than_the_pool(self, capsys):
+        arguments = ["--model", "qwen2.5-0.5b", "--gpu", "h100-sxm", "--block-size", "1000000000"]
+        assert "--block-size 16" in self.ways(capsys, *arguments)
+        found = json.loads(run(capsys, "size", *arguments, "--json")[1])
+        assert found["requests_at_once"] == 0 and not found["fits"]
+
+    def test_tp_that_is_no_power_of_two(self, capsys):
+        code, _, err = run(capsys, "size", "--model", "phi-4", "--gpu", "t4")
+        assert code == 2 and err.rstrip().endswith("; --tp 5 would do")
+
+    def test_no_room_names_what_takes_it(self, capsys):
+        arguments = ["size", "--model", "qwen2.5-0.5b", "--gpu", "h100-sxm", "--activation-gib", "100"]
+        assert "Lower max_num_batched_tokens or the rest" in run(capsys, *arguments)[2]
+
+
+class TestServedAsVllmDoes:
+    def test_float32_checkpoints_in_16_bits(self, capsys):
+        _, out, _ = run(capsys, "size", "--model", "gpt2", "--gpu", "h100-sxm")
+        assert "a float32 checkpoint, which vLLM serves in 16 bits" in out and "36,864 B" in out
+
+    def test_command_r(self, capsys):
+        assert (
+            run(capsys, "size", "--model", "command-r", "--gpu", "h100-sxm", "--context", "131072", "--tp", "4")[0] == 0
+        )
+
+    def test_batches_in_flight_and_states_with_stages(self, capsys):
+        def plan(model, pp):
+            return json.loads(run(capsys, "size", "--model", model, "--gpu", "h100-sxm", "--pp", str(pp), "--json")[1])
+
+        assert plan("gemma-3-27b", 2)["blocks_per_request"] == 8192 + 6 * (-(-(1023 + 3 * 8192) // 16) + 1)
+        out = run(capsys, "size", "--model", "qwen3.5-27b", "--gpu", "h100-sxm", "--pp", "2")[1]
+        assert "state             73.41 MiB" in out
+
+    def test_default_batch_is_what_the_requests_can_use(self, capsys):
+        found = run(capsys, *SIZE, "--context", "16", "--max-num-seqs", "4", "--json")[1]
+        assert json.loads(found)["max_num_batched_tokens"] == 64
+
+
+def test_roofline_without_a_context(capsys):
+    assert run(capsys, "roofline", "--model", "gpt2", "--gpu", "h100-sxm")[0] == 0
+
+
 class TestCatalog:
     def test_all(self, capsys):
         code, out, _ = run(capsys, "catalog")
@@ -193,6 +266,14 @@ class TestCatalog:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([*ROOFLINE, "--plot", "/"], "cannot be written to '/': give a file name"),
+        ([*ROOFLINE, "--plot", ""], "cannot be written to '': give a file name"),
+        ([*ROOFLINE, "--compute-efficiency", "1e-320"], "expected 0.001 to 1"),
+        ([*SIZE, "--json", "--explain"], "argument --explain: not allowed with argument --json"),
+        (
+            ["size", "--model", "qwen3.5-27b", "--gpu", "h200", "--tp", "12"],
+            "16 key and 48 value heads of linear attention",
+        ),
         (["catalog", "xyz"], "no model or GPU has 'xyz' in its name"),
         (["size", "--model", "qwen2.5-8b", "--gpu", "h100-sxm"], "unknown model 'qwen2.5-8b'; closest: "),
         (["size", "--model", "qwen2.5-7b", "--gpu", "h101"], "unknown device 'h101'; closest: h100"),
@@ -203,10 +284,10 @@ class TestCatalog:
             "llama-3.1-70b does not fit on 1 x NVIDIA H100 SXM5 80GB: nothing is left for the KV cache",
         ),
         (["size", "--model", "llama-3.1-405b", "--gpu", "t4", "--tp", "8"], "no --tp would do"),
-        ([*SIZE, "--context", "0"], "argument --context: 0 is not a whole number of at least 1"),
-        ([*SIZE, "--context", "-5"], "argument --context: -5 is not a whole number of at least 1"),
+        ([*SIZE, "--context", "0"], "argument --context: 0 is not a whole number from 1 to 1,000,000,000"),
+        ([*SIZE, "--context", "-5"], "argument --context: -5 is not a whole number from 1 to 1,000,000,000"),
         ([*SIZE, "--context", "many"], "argument --context: 'many' is not a whole number"),
-        ([*SIZE, "--concurrency", "0"], "argument --concurrency: 0 is not a whole number of at least 1"),
+        ([*SIZE, "--concurrency", "0"], "argument --concurrency: 0 is not a whole number from 1 to 1,000,000,000"),
         ([*SIZE, "--tp", "3"], "28 attention heads, which 3 GPUs cannot share evenly; tp can be 1, 2, 4"),
         (
             [*SIZE, "--gpu-memory-utilization", "1.2"],
@@ -219,11 +300,11 @@ class TestCatalog:
         ([*SIZE, "--config", "config.json"], "give either --model NAME or --config PATH"),
         (["size", "--config", "/nowhere/config.json", "--gpu", "t4"], "/nowhere/config.json cannot be read"),
         (["size", "--model", "qwen2.5-7b"], "the following arguments are required: --gpu"),
-        ([*ROOFLINE, "--batch", "0"], "argument --batch: 0 is not a whole number of at least 1"),
-        ([*ROOFLINE, "--memory-efficiency", "2"], "memory_efficiency is 2.0, expected more than 0 and at most 1"),
+        ([*ROOFLINE, "--batch", "0"], "argument --batch: 0 is not a whole number from 1 to 1,000,000,000"),
+        ([*ROOFLINE, "--memory-efficiency", "2"], "memory_efficiency is 2.0, expected 0.001 to 1"),
         (["roofline", "--model", "qwen2.5-7b", "--gpu", "m4-max"], "has no rate for 'bfloat16'"),
         (["sizes"], "invalid choice: 'sizes'"),
-        ([*SIZE, "--tp", "9" * 400], "is not a whole number of at least 1"),
+        ([*SIZE, "--tp", "9" * 400], "is not a whole number from 1 to 1,000,000,000"),
         ([*ROOFLINE, "--batch", "30000000"], "--batch is 30,000,000, at most 100,000 requests"),
         (["drill", "--count", "100000000"], "--count is 100,000,000, at most 1,000 questions"),
         (["size", "--model", "x" * 5000, "--gpu", "t4"], "unknown model 'xxx"),

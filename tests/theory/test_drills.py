@@ -149,6 +149,14 @@ class TestPlay:
         score, told = self.play("56", "q")
         assert score == (1, 1) and "Score: 1 of 1" in told and "q ends" in told
 
+    def test_a_wrong_answer_counts_even_if_the_round_ends(self):
+        assert self.play("28")[0] == (0, 1)
+
+    def test_the_nearest_mistake_is_named(self):
+        traps = {"by adding": 28000, "by halving": 28672}
+        near = Drill("x", "?", Quantity(57344, "B", "x", "y", {"y": 57344}), "KiB", traps, tolerance=0.05)
+        assert near.check("28 KiB").message.endswith("by halving")
+
     def test_second_try_does_not_count(self):
         score, told = self.play("28", "56", "1", "2")
         assert score == (0, 2) and "✗ that is what one gets by halving" in told

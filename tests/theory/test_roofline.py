@@ -126,7 +126,7 @@ class TestTime:
         ("options", "message"),
         [
             ({"overlap": "some"}, "overlap is 'some'"),
-            ({"compute_efficiency": 0}, "compute_efficiency is 0, expected more than 0 and at most 1"),
+            ({"compute_efficiency": 0}, "compute_efficiency is 0, expected 0.001 to 1"),
             ({"memory_efficiency": 1.1}, "memory_efficiency is 1.1"),
         ],
     )

@@ -1,5 +1,7 @@
 """Sizes: linear where they should be, monotone, never more than the memory, and exact on known models."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -127,7 +129,7 @@ class TestWeights:
 
     @given(models)
     def test_fewer_bits_are_smaller(self, model):
-        by_bits = sorted(WEIGHT_BITS, key=WEIGHT_BITS.get)
+        by_bits = sorted(WEIGHT_BITS.keys() - set(sizing.EXPERTS_ONLY), key=WEIGHT_BITS.get)
         sizes = [sizing.weight_bytes(model, dtype) for dtype in by_bits]
         assert sizes == sorted(sizes)
 
@@ -139,22 +141,48 @@ class TestWeights:
 
     def test_quantised_checkpoints_say_so(self):
         """gpt-oss-120b comes in MXFP4 (65.2 GB of files), DeepSeek-V3 in fp8 (688 GB with its extra layer)."""
-        assert sizing.weight_bytes(find_model("gpt-oss-120b")) / GB == pytest.approx(65.2, rel=0.03)
+        assert sizing.weight_bytes(find_model("gpt-oss-120b")) / GB == pytest.approx(65.25, rel=0.002)
         assert sizing.weight_bytes(find_model("deepseek-v3")) / GB == pytest.approx(673, rel=0.01)
         config = QWEN3_NEXT | {"quantization_config": {"quant_method": "awq", "bits": 4}}
         assert ModelSpec.from_hf(config).quantization == "int4"
         strange = ModelSpec.from_hf(QWEN3_NEXT | {"quantization_config": {"quant_method": "new"}})
-        with pytest.raises(ValueError, match=r"weight dtype 'unknown \(new\)' is unknown; known: auto"):
+        with pytest.raises(ValueError, match=r"not known here \(new\): give the size of its files"):
             sizing.weight_bytes(strange)
         assert sizing.weight_bytes(strange, "fp8") < sizing.weight_bytes(strange, "bfloat16")
 
     def test_files(self, tmp_path):
-        (tmp_path / "model-00001-of-00002.safetensors").write_bytes(bytes(100))
-        assert sizing.checkpoint_bytes(tmp_path) is None  # half of it
-        (tmp_path / "model-00002-of-00002.safetensors").write_bytes(bytes(50))
+        """Of several files only those that are the model's, and only if they are all there."""
+        first, second = (tmp_path / f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+        first.write_bytes(bytes(100))
+        (tmp_path / "consolidated.safetensors").write_bytes(bytes(150))  # the same once more, as in Mistral's folders
+        assert sizing.checkpoint_bytes(tmp_path) is None
+        second.write_bytes(bytes(50))
         assert sizing.checkpoint_bytes(tmp_path) == sizing.checkpoint_bytes(tmp_path / "config.json") == 150
-        (tmp_path / "empty").mkdir()
-        assert sizing.checkpoint_bytes(tmp_path / "empty") is None
+        index = {"weight_map": {"a": first.name, "b": second.name}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        (tmp_path / "model-00003-of-00003.safetensors").write_bytes(bytes(7))
+        assert sizing.checkpoint_bytes(tmp_path) == 150
+        second.unlink()
+        second.symlink_to(tmp_path / "gone")
+        assert sizing.checkpoint_bytes(tmp_path) is None
+
+    @pytest.mark.parametrize(
+        ("files", "size"),
+        [
+            ({}, None),
+            ({"model.safetensors": bytes(9), "training_args.bin": bytes(5)}, 9),
+            ({"pytorch_model.bin": bytes(9), "optimizer.bin": bytes(5)}, 9),
+            ({"adapter_model.safetensors": bytes(9)}, None),
+            ({"a.gguf": bytes(9)}, 9),
+            ({"a-q4.gguf": bytes(9), "a-q8.gguf": bytes(17)}, None),
+            ({"model.safetensors": b"version https://git-lfs.github.com/spec/v1 ..."}, None),
+            ({"model.safetensors.index.json": b"{", "model-00001-of-00001.safetensors": bytes(9)}, None),
+        ],
+    )
+    def test_which_files(self, tmp_path, files, size):
+        for name, content in files.items():
+            (tmp_path / name).write_bytes(content)
+        assert sizing.checkpoint_bytes(tmp_path) == size
 
 
 class TestBudget:
@@ -187,7 +215,7 @@ class TestBudget:
             ((float("inf"), 0.9, 1), "memory is inf"),
             ((GB, 0, 1), "gpu_memory_utilization is 0, expected more than 0 and at most 1"),
             ((GB, 1.5, 1), "gpu_memory_utilization is 1.5"),
-            ((GB, 0.9, -1), "cannot be negative"),
+            ((GB, 0.9, -1), "must be 0 or more bytes"),
             ((16 * GB, 0.92, 15.2 * GB), r"0.92 of 14.90 GiB is 13.71 GiB, weights take 14.16.*Use more GPUs"),
         ],
     )

@@ -91,6 +91,8 @@ def expect(
         for other, wrong in _unit_slips(right, unit):
             if not _same(wrong, right, rel, tol) and _same(answer, wrong, max(rel, 1e-3), tol):
                 raise Misconception(f"that is the right amount in the wrong unit: you gave it {other}; {_ask(unit)}")
+        if isinstance(right, int) and rel == tol == 0 and not float(_number(answer)).is_integer():
+            raise Misconception(f"a whole number is asked for; you gave {_show(answer)}")
         raise Misconception(". ".join(filter(None, [_distance(answer, right, unit), look])))
 
 
@@ -132,7 +134,7 @@ def expect_function(
         case, value, want = next(
             (c, g, w) for c, g, w in zip(cases, got, wanted, strict=True) if not _same(g, w, rel, tol)
         )
-        message = f"{name}({', '.join(map(_show, case))}) gave {_show(value)}; expected {_show(want)}"
+        message = f"{_call_text(name, case)} gave {_show(value)}; expected {_show(want)}"
         raise Misconception(". ".join(filter(None, [message, look])))
 
 
@@ -143,7 +145,11 @@ def _call(name: str, function: Callable[..., Any], case: tuple) -> Any:
     except (Misconception, NotImplementedError):
         raise
     except Exception as error:
-        raise Misconception(f"{name}({', '.join(map(_show, case))}) raised {_describe(error)}") from None
+        raise Misconception(f"{_call_text(name, case)} raised {_describe(error)}") from None
+
+
+def _call_text(name: str, case: tuple) -> str:
+    return f"{name}({', '.join(_show(value, limit=400) for value in case)})"
 
 
 def _number(value: Any) -> float | int | None:
@@ -194,17 +200,20 @@ def _distance(answer: Any, right: Any, unit: str) -> str:
     if x is None or y is None:
         return f"{_show(answer)} is not it"
     shown = f"{_show(answer)}{' ' if unit not in ('', '%') else ''}{unit} is too {'high' if x > y else 'low'}"
-    return f"{shown}, by a factor of {max(x / y, y / x):.3g}" if x * y > 0 else shown
+    if x * y <= 0:
+        return shown
+    ratio = max(x / y, y / x)
+    return f"{shown}, by {100 * (ratio - 1):.2g} %" if ratio < 1.1 else f"{shown}, by a factor of {ratio:.3g}"
 
 
-def _show(value: Any) -> str:
+def _show(value: Any, limit: int = 80) -> str:
     """A short, readable form of a value."""
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
     if isinstance(value, float):
         return f"{value:.6g}"
     text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _describe(error: Exception) -> str:

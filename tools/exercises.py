@@ -11,6 +11,7 @@ nbgrader's own cell metadata.
 
 import argparse
 import re
+import symtable
 import sys
 import tempfile
 import textwrap
@@ -189,6 +190,13 @@ def contract_problems(solution: NotebookNode, mutants: Sequence[Mutant]) -> list
         if "grade" in tags(cell):
             if not cell.source.startswith("# "):
                 problems.append(f"cell {cell.id}: starts with no comment like '# Check 1' for its fold to show")
+            names = symtable.symtable(cell.source, cell.id, "exec").get_symbols()
+            bound = [s.get_name() for s in names if s.is_assigned() and not s.get_name().startswith("_")]
+            if bound:
+                problems.append(
+                    f"cell {cell.id}: sets {', '.join(sorted(bound))}, which may be names of the learner's; wrap it "
+                    "in a function"
+                )
             shown = "".join(o.get("text", "") for o in cell.get("outputs", []))
             if not shown.startswith("✓ "):
                 problems.append(f"cell {cell.id}: its stored output does not say ✓ and why the answer matters")

@@ -55,6 +55,8 @@ def test_an_unknown_wrong_number_says_how_far_off_and_where_to_look():
     assert message(expect, 56, 28, unit="KiB", why="", look="Count the heads") == (
         "✗ 56 KiB is too high, by a factor of 2. Count the heads"
     )
+    assert message(expect, 29.4, 28.0, unit="KiB", why="") == "✗ 29.4 KiB is too high, by 5 %"
+    assert message(expect, 19.97, 19, why="") == "✗ a whole number is asked for; you gave 19.97"
     assert message(expect, 0, 28, unit="KiB", why="") == "✗ 0 KiB is too low"
     assert message(expect, "A", "B", why="") == "✗ 'A' is not it"
 

@@ -143,6 +143,7 @@ def test_a_notebook_that_was_worked_in_is_not_overwritten(tmp_path, sample, monk
         ("task-free", "create · 5 min", "admire · 5 min", "3 exercises, but 2 lines like"),
         ("bytes-hints", "Hint 2", "Note", "needs one folded Hint 2"),
         ("give-back-grade", "# Check 3\n", "", "starts with no comment"),
+        ("give-back-grade", "# Check 3\n", "# Check 3\ncases = 1\n", "sets cases, which may be names of the learner's"),
         ("blocks-needed-grade", "expect_function(", "# NBVAL_SKIP\nexpect_function(", "could hide a failure"),
     ],
 )

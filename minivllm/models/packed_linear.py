@@ -67,7 +67,7 @@ def pack_weights(model: nn.Module, min_bytes: int = MIN_BYTES) -> int:
         (parent, name)
         for parent in model.modules()
         for name, layer in parent.named_children()
-        if type(layer) in (nn.Linear, Conv1D) and layer.weight.nbytes >= min_bytes
+        if type(layer).forward in (nn.Linear.forward, Conv1D.forward) and layer.weight.nbytes >= min_bytes
     ]
     weights = [getattr(parent, name).weight for parent, name in places]
     kinds = {(weight.device, weight.dtype): weight for weight in weights}
@@ -84,7 +84,7 @@ def pack_weights(model: nn.Module, min_bytes: int = MIN_BYTES) -> int:
     return len(packed)
 
 
-def fastest_min_rows(layer: PackedLinear, tries: int = 5) -> int:
+def fastest_min_rows(layer: PackedLinear, tries: int = 8) -> int:
     """FILLED_UP_ROWS if a product of so many rows takes less time, here and now, than one of fewer; otherwise 1."""
     best = {1: float("inf"), 2: float("inf"), FILLED_UP_ROWS: float("inf")}
     for _ in range(tries):

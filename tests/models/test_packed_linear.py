@@ -98,6 +98,14 @@ def test_a_whole_model():
     assert pack_weights(model, min_bytes=0) == 0  # nothing is left to do
 
 
+def test_merged_layers_are_packed_too():
+    """A Llama's products: q, k and v; output; gate and up; down; and the head."""
+    sizes = {"vocab_size": 99, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
+    model = load_model(ModelConfig.from_hf({"model_type": "llama"} | sizes | heads)).model
+    assert pack_weights(model, min_bytes=0) == 2 * 4 + 1
+
+
 def test_small_layers_stay():
     model = load_model(gpt2_config(vocab_size=8192)).model  # 1.5 MiB of embedding, and layers of a few KiB
     assert pack_weights(model) == 1 and isinstance(model.lm_head, PackedLinear)

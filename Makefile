@@ -35,7 +35,7 @@ bench: $(STAMP)  ## how fast this machine runs it, beside transformers; others: 
 	@$(PY) tests/bench/compare.py $(PEERS)
 
 lab: $(STAMP)  ## JupyterLab on the chapters
-	@$(PY) -m jupyterlab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/chapters/paged-attention.ipynb $(ROOT_FLAG)
+	@$(PY) -m jupyterlab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/chapters/kv-cache.ipynb $(ROOT_FLAG)
 
 notebooks: $(STAMP)  ## execute all chapters and solutions in place, then regenerate the learners' exercises
 	@$(PY) -m tools.notebooks

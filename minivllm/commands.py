@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from minivllm.config import cdiv
-from minivllm.theory.catalog import Device, find_device, find_model, list_devices, list_models
+from minivllm.theory.catalog import Device, find_device, find_model, list_devices, list_models, plain_name
 from minivllm.theory.drills import TOPICS, draw, play
 from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec
-from minivllm.theory.plan import Plan, Settings, fits, make_plan
+from minivllm.theory.plan import Plan, Settings, as_served, make_plan
 from minivllm.theory.quantity import GIB, Quantity, format_bytes
 from minivllm.theory.roofline import (
     Step,
@@ -33,9 +32,9 @@ from minivllm.theory.sizing import (
     kv_bytes_per_request,
     kv_bytes_per_token,
     pipeline_stages,
-    possible_tp,
     state_bytes_per_layer,
 )
+from minivllm.theory.ways_out import ways_out
 
 LARGEST = 10**9  # of any number on the command line
 
@@ -58,7 +57,7 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
     size.add_argument("--max-num-batched-tokens", type=_count, help="default: vllm serve's, 2,048 to 16,384 by GPU")
     size.add_argument("--weights-gib", type=_number, help="size of the checkpoint, where it is known")
     size.add_argument("--activation-gib", type=_number, help="activation peak, where vLLM's log shows it")
-    size.add_argument("--other-gib", type=_number, default=0.5, help="CUDA context, NCCL, graphs (assumed: 0.5)")
+    size.add_argument("--other-gib", type=_number_or_0, default=0.5, help="CUDA context, NCCL, graphs (assumed: 0.5)")
 
     roofline = commands.add_parser(
         "roofline", help="how fast prefill and decode can be at best, and what bounds them", description=_ROOFLINE
@@ -103,7 +102,7 @@ def run_size(args: argparse.Namespace) -> int:
         pp=args.pp,
         kv_dtype=args.kv_dtype,
         weight_dtype=args.weight_dtype,
-        weight_bytes=_known_weight_bytes(args),
+        weight_bytes=_known_weight_bytes(args, spec),
         gpu_memory_utilization=args.gpu_memory_utilization,
         block_size=args.block_size,
         max_num_seqs=args.max_num_seqs,
@@ -116,82 +115,31 @@ def run_size(args: argparse.Namespace) -> int:
         print(json.dumps(plan_as_dict(plan), indent=2))
         return 0
     rows = plan_rows(plan)
-    if _is_float32(args):
-        rows.insert(2, ("", "a float32 checkpoint, which vLLM serves in 16 bits"))
+    if spec.dtype == "float32" and "auto" in (args.weight_dtype, args.kv_dtype):
+        rows.insert(2, ("note", "a float32 checkpoint, which vLLM serves in 16 bits"))
     print(_table(rows))
     if args.explain:
         for quantity in (plan.per_token, plan.budget, plan.per_request, plan.requests_in_memory):
             print(f"\n{quantity.explain(depth=0)}")
     print(f"\nLimit: {plan.limit}.")
     if not plan.fits:
-        ways = ways_out(plan)
+        ways = [_as_options(change) for change in ways_out(plan)] or ["a larger GPU, or a smaller model"]
         print(f"{'Any of these' if len(ways) > 1 else 'This'} would do: {'; or '.join(ways)}.")
     return 0
 
 
-def _known_weight_bytes(args: argparse.Namespace) -> float | None:
+def _known_weight_bytes(args: argparse.Namespace, spec: ModelSpec) -> float | None:
     """Given, or the size of the files beside the config, unless another dtype is asked for."""
     if args.weights_gib is not None:
         return args.weights_gib * GIB
-    if args.config is not None and args.weight_dtype == "auto" and not _is_float32(args):
+    is_loaded_as_stored = spec.dtype != "float32" or spec.quantization is not None
+    if args.config is not None and args.weight_dtype == "auto" and is_loaded_as_stored:
         return checkpoint_bytes(args.config)
     return None
 
 
-def ways_out(plan: Plan) -> list[str]:
-    """Settings with which the wanted requests fit, each tried: alternatives to one another."""
-    wanted, settings = plan.settings.concurrency or 1, plan.settings
-    base: dict[str, Any] = {"max_num_seqs": wanted} if plan.max_num_seqs < wanted else {}
-    if plan.max_num_batched_tokens < wanted:
-        base["max_num_batched_tokens"] = wanted
-    if base and _fits(plan, base):
-        return [_as_options(base)]
-    tps = [tp for tp in possible_tp(plan.spec) if tp > settings.tp]
-    changes = [base | {"tp": tp} for tp in tps]
-    if settings.kv_dtype == "auto":
-        changes.append(base | {"kv_dtype": "fp8"})
-    if SLIDING in plan.spec.layer_types and plan.max_num_batched_tokens > 2048:
-        changes.append({"max_num_batched_tokens": 2048} | base)
-    if settings.weight_dtype == "auto" and settings.weight_bytes is None and plan.spec.quantization is None:
-        changes.append(base | {"weight_dtype": "fp8"})
-    if settings.block_size > 16:
-        changes.append(base | {"block_size": 16})
-    changes += _shorter(plan, base)
-    found: dict[str, str] = {}  # the first of a kind, which changes least
-    for change in changes:
-        kind = ", ".join(change)
-        if kind not in found and _fits(plan, change):
-            found[kind] = _as_options(change)
-    if not found:  # two changes together
-        both = next((change for tp in tps for change in _shorter(plan, base | {"tp": tp})), None)
-        found = {"both": _as_options(both)} if both else {}
-    if not found and plan.requests_at_once:
-        return [f"--concurrency {plan.requests_at_once}"]
-    return list(found.values()) or ["a larger GPU, or a smaller model"]
-
-
 def _as_options(change: dict[str, Any]) -> str:
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
-
-
-def _shorter(plan: Plan, change: dict[str, Any]) -> list[dict[str, Any]]:
-    """The change with the longest context that makes it enough, if there is one."""
-    context = _longest_that_fits(plan, change)
-    return [change | {"context": context}] if context else []
-
-
-def _longest_that_fits(plan: Plan, change: dict[str, Any]) -> int:
-    """The longest context, in whole blocks, with which the wanted requests fit; 0 if none does."""
-    low, high = 0, cdiv(plan.settings.context, plan.settings.block_size)
-    while high - low > 1:
-        middle = (low + high) // 2
-        enough = _fits(plan, change | {"context": middle * plan.settings.block_size})
-        low, high = (middle, high) if enough else (low, middle)
-    return low * plan.settings.block_size
-
-
-def _fits(plan: Plan, change: dict[str, Any]) -> bool:
-    return fits(plan.spec, plan.device, replace(plan.settings, **change))
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -214,7 +162,8 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     ]
     if len(plan.layout.num_groups) > 1 or SLIDING in spec.layer_types:
         need = kv_bytes_per_request(spec, settings.context, settings.kv_dtype, settings.tp, settings.pp)
-        rows.append(("its contents", f"{format_bytes(need)}; the rest is reserved for what steps in flight may add"))
+        rest = "steps in flight" if SLIDING in spec.layer_types else "copies of states, unfilled blocks"
+        rows.append(("its contents", f"{format_bytes(need)} (the rest is for {rest})"))
     rows += [("blocks", f"{int(plan.num_blocks):,} of {plan.layout.block_size:,} tokens{_groups(plan)}")]
     if SLIDING in spec.layer_types:
         growth = kv_bytes_per_token(spec, settings.kv_dtype, settings.tp, settings.pp, beyond_window=True)
@@ -318,8 +267,8 @@ def _ask(prompt: str) -> str:
 
 def run_roofline(args: argparse.Namespace) -> int:
     """ValueError if something cannot be."""
-    spec, device = _model(args), find_device(args.gpu)
-    if args.plot is not None and (Path(args.plot).is_dir() or not Path(args.plot).suffix):
+    spec, device = as_served(_model(args)), find_device(args.gpu)
+    if args.plot is not None and (os.path.isdir(args.plot) or not Path(args.plot).suffix):
         raise ValueError(f"the picture cannot be written to {args.plot!r}: give a file name, such as roofline.png")
     args.context = args.context or min(4096, spec.max_position_embeddings)
     check_context(spec, args.context)
@@ -437,9 +386,9 @@ def _plot(
 
 def run_catalog(args: argparse.Namespace) -> int:
     """ValueError if no name contains the text."""
-    text = args.text.lower()
-    models = [model for model in list_models() if text in model.name]
-    devices = [device for device in list_devices() if text in device.name]
+    text = plain_name(args.text)
+    models = [as_served(model) for model in list_models() if text in plain_name(model.name)]
+    devices = [device for device in list_devices() if text in plain_name(device.name)]
     if not models and not devices:
         raise ValueError(f"no model or GPU has {args.text[:40]!r} in its name; without a word, all are listed")
     if models:
@@ -476,26 +425,16 @@ def _add_model_and_gpu(parser: argparse.ArgumentParser) -> None:
 def _model(args: argparse.Namespace) -> ModelSpec:
     if (args.model is None) == (args.config is None):
         raise ValueError("give either --model NAME or --config PATH")
-    spec = _as_published(args)
-    return replace(spec, dtype="bfloat16") if spec.dtype == "float32" else spec
-
-
-def _is_float32(args: argparse.Namespace) -> bool:
-    """vLLM loads such a checkpoint in 16 bits (config/model.py, _resolve_auto_dtype)."""
-    return _as_published(args).dtype == "float32"
-
-
-def _as_published(args: argparse.Namespace) -> ModelSpec:
     return find_model(args.model) if args.config is None else ModelSpec.from_file(Path(args.config))
 
 
-def _parser_of(kind: Callable[[str], Any], what: str) -> Callable[[str], Any]:
+def _parser_of(kind: Callable[[str], Any], what: str, least: float = 1e-300) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
             value = kind(text.replace("_", ""))
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what}") from None
-        if not 0 < value <= LARGEST:
+        if not least <= value <= LARGEST:
             raise argparse.ArgumentTypeError(f"{text[:40]} is not {what}")
         return value
 
@@ -504,6 +443,7 @@ def _parser_of(kind: Callable[[str], Any], what: str) -> Callable[[str], Any]:
 
 _count = _parser_of(int, f"a whole number from 1 to {LARGEST:,}")
 _number = _parser_of(float, f"a positive number of at most {LARGEST:,}")
+_number_or_0 = _parser_of(float, f"a number from 0 to {LARGEST:,}", least=0)
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

@@ -91,8 +91,8 @@ def expect(
         for other, wrong in _unit_slips(right, unit):
             if not _same(wrong, right, rel, tol) and _same(answer, wrong, max(rel, 1e-3), tol):
                 raise Misconception(f"that is the right amount in the wrong unit: you gave it {other}; {_ask(unit)}")
-        if isinstance(right, int) and rel == tol == 0 and not float(_number(answer)).is_integer():
-            raise Misconception(f"a whole number is asked for; you gave {_show(answer)}")
+        if type(right) is int and rel == tol == 0 and not _is_whole(answer):
+            raise Misconception(f"a whole number is asked for; you gave {answer!r}")
         raise Misconception(". ".join(filter(None, [_distance(answer, right, unit), look])))
 
 
@@ -134,7 +134,10 @@ def expect_function(
         case, value, want = next(
             (c, g, w) for c, g, w in zip(cases, got, wanted, strict=True) if not _same(g, w, rel, tol)
         )
-        message = f"{_call_text(name, case)} gave {_show(value)}; expected {_show(want)}"
+        shown = [_show(value), _show(want)]
+        if shown[0] == shown[1]:  # they differ in digits that are not shown
+            shown = [repr(value), repr(want)]
+        message = f"{_call_text(name, case)} gave {shown[0]}; expected {shown[1]}"
         raise Misconception(". ".join(filter(None, [message, look])))
 
 
@@ -172,12 +175,20 @@ def _same(a: Any, b: Any, rel: float, tol: float) -> bool:
     x, y = _number(a), _number(b)
     if x is None or y is None:
         return type(a) is type(b) and bool(a == b)
-    return x == y or math.isclose(x, y, rel_tol=rel, abs_tol=tol)
+    try:
+        return x == y or math.isclose(x, y, rel_tol=rel, abs_tol=tol)
+    except OverflowError:  # a whole number beyond what a float holds
+        return False
+
+
+def _is_whole(value: Any) -> bool:
+    number = _number(value)
+    return isinstance(number, int) or (math.isfinite(number) and number.is_integer())
 
 
 def _unit_slips(right: Any, unit: str) -> list[tuple[str, float]]:
     """(unit, value) for the other units in which the right answer might have been given."""
-    for scale in _SCALES:
+    for scale in _SCALES if _number(right) is not None else ():
         if unit in scale:
             value = right * scale[unit]
             return [(o if o.startswith("as") else f"in {o}", value / s) for o, s in scale.items() if o != unit]
@@ -197,7 +208,7 @@ def _ask(unit: str) -> str:
 def _distance(answer: Any, right: Any, unit: str) -> str:
     """How a wrong answer relates to the right one, without giving that away."""
     x, y = _number(answer), _number(right)
-    if x is None or y is None:
+    if x is None or y is None or not (abs(x) < 1e300 and abs(y) < 1e300):  # a NaN, too
         return f"{_show(answer)} is not it"
     shown = f"{_show(answer)}{' ' if unit not in ('', '%') else ''}{unit} is too {'high' if x > y else 'low'}"
     if x * y <= 0:
@@ -212,7 +223,7 @@ def _show(value: Any, limit: int = 80) -> str:
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
     if isinstance(value, float):
         return f"{value:.6g}"
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

@@ -103,8 +103,8 @@ def _device(row: dict[str, Any]) -> Device:
 
 
 def _find(name: str, rows: dict[str, dict[str, Any]], kind: str) -> dict[str, Any]:
-    key = _plain(name)
-    plain = {_plain(known): row for known, row in rows.items()}
+    key = plain_name(name)
+    plain = {plain_name(known): row for known, row in rows.items()}
     if key in plain:
         return plain[key]
     close = [known for known in plain if key and known.startswith(key)]
@@ -114,7 +114,7 @@ def _find(name: str, rows: dict[str, dict[str, Any]], kind: str) -> dict[str, An
     raise ValueError(f"unknown {kind} {name[:40]!r}; {hint}: python -m minivllm catalog")
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Qwen2.5_7B and qwen2.5-7b are the same name, and so are GPT-2 and gpt2."""
     return re.sub(r"[\s_-]+", "", name.lower())
 

@@ -65,36 +65,46 @@ class Drill:
 
     def parse(self, text: str) -> float:
         """The value that somebody typed, in the unit of `answer`. ValueError says what it could not read."""
+        number, unit = self._read(text)
+        return number * UNITS[self.answer.unit][unit.lower()]
+
+    def _read(self, text: str) -> tuple[float, str]:
+        """Number and unit, which is `ask_in` if none was typed."""
         match = re.fullmatch(r"\s*([-+]?[\d.,_]*\d[\d.,_]*(?:e[-+]?\d+)?)\s*(\S*)\s*", text, re.IGNORECASE)
-        units = UNITS[self.answer.unit]
         if match is None:
             raise ValueError(f"{text.strip()!r} is not a number; write one, with or without a unit ({self.ask_in})")
-        number, unit = match.groups()
+        number, unit = match.group(1), match.group(2) or self.ask_in
         if "," in number and not re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", number):
             raise ValueError(f"{number!r} can be read in two ways; write a decimal point, and commas only at thousands")
-        key = (unit or self.ask_in).lower()
-        if key not in units:
+        if unit.lower() not in UNITS[self.answer.unit]:
             raise ValueError(f"the unit {unit!r} does not fit; a plain number counts as {self.ask_in or 'a ratio'}")
         try:
-            return float(re.sub(r"[,_]", "", number)) * units[key]
+            return float(re.sub(r"[,_]", "", number)), unit
         except ValueError:
             raise ValueError(f"{number!r} is not a number") from None
 
     def check(self, value: float | str) -> Verdict:
         """Whether it is right; if not, which mistake it looks like. A plain number is in `ask_in`."""
-        found = self.parse(value) if isinstance(value, str) else float(value) * self._one
+        number, unit = self._read(value) if isinstance(value, str) else (float(value), self.ask_in)
+        found = number * UNITS[self.answer.unit].get(unit.lower(), 1)
         if self._is(found, self.answer):
             return Verdict(True, self.answer_text)
-        near = {mistake: abs(found - wrong) for mistake, wrong in self.traps.items() if self._is(found, wrong)}
+        near = {
+            f"that is what one gets {mistake}": abs(found - wrong) / abs(wrong or 1)
+            for mistake, wrong in self.traps.items()
+            if self._is(found, wrong)
+        }
+        if unit.lower() == self.ask_in.lower():
+            for name, size in _named_units(self.answer.unit):
+                off = abs(number * size / self.answer - 1) if self.answer else 1
+                if off < 0.005:
+                    near[f"that would be right in {name}; {self.ask_in} is asked for"] = off
         if near:
-            return Verdict(False, f"that is what one gets {min(near, key=near.get)}")
-        for name, size in _named_units(self.answer.unit):
-            if math.isclose(found / self._one * size, self.answer, rel_tol=0.005):
-                return Verdict(False, f"that would be right in {name}; {self.ask_in} is asked for")
+            return Verdict(False, min(near, key=near.get))
         if self.answer and found / self.answer > 0:
             ratio = max(found / self.answer, self.answer / found)
             side = "large" if found > self.answer else "small"
-            how = f"{100 * (ratio - 1):.1f} %" if ratio < 1.1 else f"a factor of {format_number(float(f'{ratio:.3g}'))}"
+            how = f"{100 * (ratio - 1):.2g} %" if ratio < 1.1 else f"a factor of {format_number(float(f'{ratio:.3g}'))}"
             return Verdict(False, f"too {side}, by {how}")
         return Verdict(False, "no")
 

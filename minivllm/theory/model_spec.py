@@ -56,7 +56,7 @@ class LinearAttention:
     key_head_dim: int
     value_head_dim: int
     conv_kernel: int
-    state_dtype: str  # of the recurrent matrices; the convolution's inputs have the model's dtype
+    state_dtype: str | None  # of the recurrent matrices; None, as that of the convolution's inputs: the model's
 
     @property
     def conv_channels(self) -> int:
@@ -144,7 +144,7 @@ class ModelSpec:
             raise ValueError(f"{self.name}: layer_types has {SLIDING}, but the config names no sliding_window")
         if LINEAR in self.layer_types and self.linear is None:
             raise ValueError(f"{self.name}: layer_types has {LINEAR}, but the config names no linear_* sizes")
-        if self.linear is not None and self.linear.state_dtype not in DTYPES:
+        if self.linear is not None and self.linear.state_dtype not in (None, *DTYPES):
             raise ValueError(
                 f"{self.name}: mamba_ssm_dtype {self.linear.state_dtype!r} is unknown; known: {', '.join(DTYPES)}"
             )
@@ -165,7 +165,7 @@ class ModelSpec:
         if not isinstance(config, dict):
             raise ValueError(f"{path} holds a {type(config).__name__}, expected an object with the model's sizes")
         try:
-            return cls.from_hf(config, name=path.resolve().parent.name or path.name)
+            return cls.from_hf(config, name=path.absolute().parent.name or path.name)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -175,7 +175,8 @@ class ModelSpec:
         text = config.get("text_config")
         if isinstance(text, Mapping):  # a vision-language model: its decoder
             outer = ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config")
-            config = {**{key: config[key] for key in outer if key in config}, **text}
+            inner = {key: value for key, value in text.items() if value is not None or key not in outer}
+            config = {**{key: config[key] for key in outer if key in config}, **inner}
         return cls(**_read(config, name or str(config.get("_name_or_path") or config.get("model_type") or "model")))
 
     # --- Counting ---
@@ -361,7 +362,7 @@ def _latent(config: Mapping[str, Any]) -> LatentAttention | None:
     )
 
 
-def _linear(config: Mapping[str, Any], dtype: str) -> LinearAttention | None:
+def _linear(config: Mapping[str, Any]) -> LinearAttention | None:
     heads = _whole(config, "linear_num_value_heads", default=0)
     if not heads:
         return None
@@ -371,7 +372,7 @@ def _linear(config: Mapping[str, Any], dtype: str) -> LinearAttention | None:
         key_head_dim=_whole(config, "linear_key_head_dim"),
         value_head_dim=_whole(config, "linear_value_head_dim"),
         conv_kernel=_whole(config, "linear_conv_kernel_dim"),
-        state_dtype=full_dtype(str(config.get("mamba_ssm_dtype") or dtype)),
+        state_dtype=full_dtype(str(config["mamba_ssm_dtype"])) if config.get("mamba_ssm_dtype") else None,
     )
 
 
@@ -496,7 +497,7 @@ def _read(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "layer_types": layer_types,
         "sliding_window": window,
         "latent": latent,
-        "linear": _linear(config, dtype),
+        "linear": _linear(config),
         "experts": _experts(config, num_layers, intermediate),
         "learned_positions": learned,
         "is_known": model_type in _FAMILIES,

@@ -102,8 +102,16 @@ class Plan:
     @property
     def longest_context(self) -> int:
         """Tokens of the longest request that the pool holds, at most what the model was made for."""
-        most = self.spec.max_position_embeddings
-        return self.layout.longest_request(self.num_blocks - 1, most, self._tokens_in_flight)
+        longest = self.layout.longest_request(
+            self.num_blocks - 1, self.spec.max_position_embeddings, self._tokens_in_flight
+        )
+        # With more tokens a step may be larger, so that activations leave less: then look again from there.
+        while longest > self.settings.context:
+            there = _plan(self.spec, self.device, replace(self.settings, context=longest))
+            if there.requests_in_memory >= 1:
+                break
+            longest = there.layout.longest_request(there.num_blocks - 1, longest, there._tokens_in_flight)
+        return longest
 
     @property
     def _tokens_in_flight(self) -> int:
@@ -138,6 +146,11 @@ class Plan:
         return f"{binding}: the {wanted:,} wanted {'fit' if self.fits else 'do not fit'}"
 
 
+def as_served(spec: ModelSpec) -> ModelSpec:
+    """vLLM loads a float32 checkpoint in 16 bits (config/model.py, _resolve_auto_dtype)."""
+    return replace(spec, dtype="bfloat16") if spec.dtype == "float32" else spec
+
+
 def make_plan(spec: ModelSpec, device: Device, settings: Settings) -> Plan:
     """The plan for that model on `tp` x `pp` of those devices.
 
@@ -168,6 +181,7 @@ def smallest_tp(spec: ModelSpec, device: Device, settings: Settings) -> int | No
 
 
 def _plan(spec: ModelSpec, device: Device, settings: Settings) -> Plan:
+    spec = as_served(spec)
     check_parallel(spec, settings.tp, settings.pp)
     check_context(spec, settings.context)
     batched, max_num_seqs = _batch_limits(device, settings)

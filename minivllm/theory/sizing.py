@@ -75,6 +75,8 @@ def kv_dtype_named(name: str, spec: ModelSpec) -> KVDtype:
     return KV_DTYPES[key]
 
 
+# Bytes of the smallest thing that can be a model's weights.
+MIN_CHECKPOINT = 10_000
 # Formats in which only the experts are stored.
 EXPERTS_ONLY = ("mxfp4",)
 
@@ -183,7 +185,8 @@ def state_bytes_per_layer(spec: ModelSpec, tp: int = 1) -> float:
     inputs of a short convolution."""
     if spec.linear is None:
         return 0
-    state, conv = KV_DTYPES[spec.linear.state_dtype].bits // 8, KV_DTYPES[spec.dtype].bits // 8
+    state = KV_DTYPES[spec.linear.state_dtype or spec.dtype].bits // 8
+    conv = KV_DTYPES[spec.dtype].bits // 8
     return (state * spec.linear.recurrent_elements + conv * spec.linear.conv_elements) / tp
 
 
@@ -251,7 +254,7 @@ def weight_format(spec: ModelSpec, weight_dtype: str = "auto") -> tuple[str, flo
         if key not in WEIGHT_BITS:
             raise ValueError(
                 f"{spec.name} is quantised in a way that is not known here {key.removeprefix('unknown ')}: give the "
-                f"size of its files (--weights-gib), or the --weight-dtype that comes closest: {', '.join(WEIGHT_BITS)}"
+                f"--weight-dtype that comes closest ({', '.join(WEIGHT_BITS)}), or, to `size`, the files' --weights-gib"
             )
     if key not in WEIGHT_BITS:
         raise ValueError(f"weight dtype {key!r} is unknown; known: auto, {', '.join(WEIGHT_BITS)}")
@@ -264,35 +267,30 @@ def checkpoint_bytes(path: str | Path) -> int | None:
     None if they are not all there, or if it is unclear which of several files are the model's.
     """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    try:
+        files = _weight_files(folder)
+        sizes = [file.stat().st_size for file in files if file.is_file()]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # an index that is none
+        return None
+    # Below this they are what Git LFS and its like leave in a file's place.
+    is_whole = len(sizes) == len(files) and sum(sizes) >= MIN_CHECKPOINT
+    return sum(sizes) if is_whole else None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Those of the model: what an index names, the one file, all parts of a split one, or the only GGUF."""
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (folder / index).is_file():
-            try:
-                parts = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
-            except (OSError, ValueError, TypeError, KeyError, AttributeError):
-                return None
-            return _size_of([folder / part for part in parts])
+            names = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
+            return [folder / Path(name).name for name in names]
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
-            return _size_of([folder / name])
-    parts = sorted(folder.glob("model-*-of-*.safetensors"))
+            return [folder / name]
+    parts = list(folder.glob("model-*-of-*.safetensors"))
     if parts:
-        complete = parts[0].stem.rpartition("-")[2] == f"{len(parts):05}"
-        return _size_of(parts) if complete else None
-    ggufs = list(folder.glob("*.gguf"))
-    return _size_of(ggufs) if len(ggufs) == 1 else None
-
-
-def _size_of(files: list[Path]) -> int | None:
-    """Bytes of them together; None if one is missing, or is what Git LFS leaves in a file's place."""
-    total = 0
-    for file in files:
-        if not file.is_file():
-            return None
-        size = file.stat().st_size
-        if size < 1000 and file.read_bytes().startswith(b"version https://git-lfs"):
-            return None
-        total += size
-    return total
+        return parts if {part.stem.rpartition("-")[2] for part in parts} == {f"{len(parts):05}"} else []
+    ggufs = [file for file in folder.glob("*.gguf") if "-of-" not in file.name and not file.name.startswith("mmproj")]
+    return ggufs if len(ggufs) == 1 else []
 
 
 def activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_num_seqs: int, tp: int = 1) -> Quantity:
@@ -363,7 +361,7 @@ def kv_budget(
 
 def _more_room(usable: float, weights: float) -> str:
     if weights < usable:
-        return "Lower max_num_batched_tokens or the rest, raise gpu_memory_utilization, or use more or larger GPUs"
+        return "Lower activations (max_num_batched_tokens) or the rest, raise the utilization, or use larger GPUs"
     return "Use more GPUs (tp), smaller weights, or a larger GPU"
 
 

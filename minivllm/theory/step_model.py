@@ -31,6 +31,12 @@ class StepModel:
     fixed_s: float = 0.0  # per step
     per_request_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in ("flop_s", "bytes_s", "kv_bytes_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value!r}, expected a positive number")
+
     def predict(self, step: Step) -> Quantity:
         """Seconds of the step."""
         kv_s = _kv_seconds(step, self.kv_bytes_s)
@@ -62,8 +68,6 @@ def fit_rates(
     With overlap "none", two equations with two unknowns. With "all", the short step is taken for all memory and the
     long one for all compute. ValueError if no positive rates do it.
     """
-    if kv_bytes_s is not None and not kv_bytes_s > 0:
-        raise ValueError(f"kv_bytes_s is {kv_bytes_s!r}, expected a positive number")
     model = StepModel(1.0, 1.0, kv_bytes_s, overlap)
     (step_a, a), (step_b, b) = ((model._others(s), t - _kv_seconds(s, kv_bytes_s)) for s, t in (short, long))
     if overlap == "all":
@@ -81,7 +85,13 @@ def fit_rates(
             f"no positive rates give {short[1]:.3g} s and {long[1]:.3g} s, but {per_byte:.3g} s per byte and "
             f"{per_flop:.3g} s per operation; measure again, or take steps that differ more"
         )
-    return replace(model, flop_s=1 / per_flop, bytes_s=1 / per_byte)
+    model = replace(model, flop_s=1 / per_flop, bytes_s=1 / per_byte)
+    if any(abs(model.predict(step) / seconds - 1) > 0.05 for step, seconds in (short, long)):
+        raise ValueError(
+            "with overlap 'all' the first step must be bound by memory and the second by compute, and these are not; "
+            "give the one with the lower intensity first, or steps that differ more"
+        )
+    return model
 
 
 def fit_overheads(model: StepModel, short: tuple[Step, float], long: tuple[Step, float]) -> StepModel:

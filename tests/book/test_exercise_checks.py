@@ -58,6 +58,10 @@ def test_an_unknown_wrong_number_says_how_far_off_and_where_to_look():
     assert message(expect, 29.4, 28.0, unit="KiB", why="") == "✗ 29.4 KiB is too high, by 5 %"
     assert message(expect, 19.97, 19, why="") == "✗ a whole number is asked for; you gave 19.97"
     assert message(expect, 0, 28, unit="KiB", why="") == "✗ 0 KiB is too low"
+    assert message(expect, False, True, why="") == "✗ False is not it"
+    assert message(expect, [1.0], [2.0], unit="GiB", why="") == "✗ [1.0] is not it"
+    assert message(expect, 10**400, 5, why="").endswith("is not it")
+    assert message(expect, float("nan"), 5.0, why="") == "✗ nan is not it"
     assert message(expect, "A", "B", why="") == "✗ 'A' is not it"
 
 

@@ -15,7 +15,7 @@ def test_how_many():
     assert len({model.name for model in MODELS}) == len(MODELS)
     assert len({device.name for device in DEVICES}) == len(DEVICES)
     for names in ([model.name for model in MODELS], [n for d in DEVICES for n in (d.name, *d.aliases)]):
-        assert len({catalog._plain(name) for name in names}) == len(names)
+        assert len({catalog.plain_name(name) for name in names}) == len(names)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
@@ -146,6 +146,9 @@ class TestFromConfig:
         outer = {"model_type": "mistral3", "dtype": "float16", "quantization_config": {"quant_method": "fp8"}}
         spec = ModelSpec.from_hf(outer | {"text_config": CONFIG})
         assert (spec.dtype, spec.quantization) == ("float16", "fp8")
+        nulls = {"torch_dtype": None, "dtype": None, "quantization_config": None}
+        inner = {key: value for key, value in CONFIG.items() if key != "torch_dtype"} | nulls
+        assert ModelSpec.from_hf(outer | {"text_config": inner}) == spec
 
     def test_null_is_absent(self):
         spec = ModelSpec.from_hf(

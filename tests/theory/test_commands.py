@@ -6,6 +6,7 @@ import pytest
 
 from minivllm.__main__ import main
 from minivllm.theory import list_devices, list_models
+from minivllm.theory.catalog import DATA
 
 SIZE = ["size", "--model", "qwen2.5-7b", "--gpu", "h100-sxm"]
 ROOFLINE = ["roofline", "--model", "qwen2.5-7b", "--gpu", "h100-sxm"]
@@ -126,7 +127,7 @@ class TestSize:
         ({"vocab_size": True}, "vocab_size must be a whole number"),
         (
             {"quantization_config": {"quant_method": "new"}},
-            "is quantised in a way that is not known here (new): give the size of its files (--weights-gib)",
+            "is quantised in a way that is not known here (new): give the --weight-dtype that comes closest",
         ),
     ],
 )
@@ -207,6 +208,16 @@ class TestWaysOut:
             == "--concurrency 8."
         )
 
+    def test_fewer_requests_are_as_many_as_memory_holds(self, capsys):
+        seats = ["--model", "qwen3.5-35b-a3b", "--gpu", "t4", "--tp", "8", "--context", "1024"]
+        way = self.ways(capsys, *seats, "--concurrency", "5000", "--max-num-seqs", "64").rstrip(".").split()
+        assert way[0] == "--concurrency" and int(way[1]) > 64 and way[2] == "--max-num-seqs"
+        assert json.loads(run(capsys, "size", *seats, *way, "--json")[1])["fits"]
+
+    def test_smaller_blocks_with_another_change(self, capsys):
+        base = ["--model", "gemma-3-4b", "--gpu", "a10", "--tp", "8", "--context", "32768", "--concurrency", "500"]
+        assert "--block-size 16" in self.ways(capsys, *base, "--block-size", "1024", "--max-num-seqs", "4")
+
     def test_a_block_larger_than_the_pool(self, capsys):
         arguments = ["--model", "qwen2.5-0.5b", "--gpu", "h100-sxm", "--block-size", "1000000000"]
         assert "--block-size 16" in self.ways(capsys, *arguments)
@@ -219,13 +230,41 @@ class TestWaysOut:
 
     def test_no_room_names_what_takes_it(self, capsys):
         arguments = ["size", "--model", "qwen2.5-0.5b", "--gpu", "h100-sxm", "--activation-gib", "100"]
-        assert "Lower max_num_batched_tokens or the rest" in run(capsys, *arguments)[2]
+        assert "Lower activations (max_num_batched_tokens) or the rest" in run(capsys, *arguments)[2]
 
 
 class TestServedAsVllmDoes:
     def test_float32_checkpoints_in_16_bits(self, capsys):
         _, out, _ = run(capsys, "size", "--model", "gpt2", "--gpu", "h100-sxm")
-        assert "a float32 checkpoint, which vLLM serves in 16 bits" in out and "36,864 B" in out
+        assert "\nnote  " in out and "a float32 checkpoint, which vLLM serves in 16 bits" in out and "36,864 B" in out
+        assert "36.0 KiB" in run(capsys, "catalog", "GPT-2")[1]
+
+    def test_the_longest_context_fits(self, capsys):
+        """Its steps may be larger, which takes memory."""
+        arguments = [
+            "size",
+            "--model",
+            "qwen2.5-7b",
+            "--gpu",
+            "a10g",
+            "--block-size",
+            "32",
+            "--max-num-seqs",
+            "2",
+            "--json",
+        ]
+        longest = json.loads(run(capsys, *arguments, "--context", "100")[1])["longest_context_tokens"]
+        assert json.loads(run(capsys, *arguments, "--context", str(longest))[1])["fits"]
+
+    def test_states_follow_the_served_dtype(self, capsys, tmp_path):
+        rows = json.loads((DATA / "models.json").read_text(encoding="utf-8"))
+        config = next(row["config"] for row in rows if row["name"] == "qwen3-coder-next")
+        found = []
+        for dtype in ("float32", "bfloat16"):
+            (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": dtype}))
+            arguments = ["size", "--config", str(tmp_path), "--gpu", "h200", "--tp", "2", "--json"]
+            found.append(json.loads(run(capsys, *arguments)[1])["num_blocks"])
+        assert found[0] == found[1]
 
     def test_command_r(self, capsys):
         assert (
@@ -268,7 +307,7 @@ class TestCatalog:
     [
         ([*ROOFLINE, "--plot", "/"], "cannot be written to '/': give a file name"),
         ([*ROOFLINE, "--plot", ""], "cannot be written to '': give a file name"),
-        ([*ROOFLINE, "--compute-efficiency", "1e-320"], "expected 0.001 to 1"),
+        ([*ROOFLINE, "--compute-efficiency", "1e-200"], "expected 0.001 to 1"),
         ([*SIZE, "--json", "--explain"], "argument --explain: not allowed with argument --json"),
         (
             ["size", "--model", "qwen3.5-27b", "--gpu", "h200", "--tp", "12"],

@@ -120,6 +120,8 @@ def test_draw():
         ("58", "too large, by 3.6 %"),
         ("560", "too large, by a factor of 10"),
         ("5600 MiB", "too large, by a factor of 102,000"),
+        ("56 MiB", "too large, by a factor of 1,020"),  # its unit was typed: no slip
+        ("57500", "that would be right in B; KiB is asked for"),
     ],
 )
 def test_what_is_wrong(answer, message):

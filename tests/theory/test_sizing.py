@@ -146,22 +146,24 @@ class TestWeights:
         config = QWEN3_NEXT | {"quantization_config": {"quant_method": "awq", "bits": 4}}
         assert ModelSpec.from_hf(config).quantization == "int4"
         strange = ModelSpec.from_hf(QWEN3_NEXT | {"quantization_config": {"quant_method": "new"}})
-        with pytest.raises(ValueError, match=r"not known here \(new\): give the size of its files"):
+        with pytest.raises(ValueError, match=r"not known here \(new\): give the --weight-dtype that comes closest"):
             sizing.weight_bytes(strange)
         assert sizing.weight_bytes(strange, "fp8") < sizing.weight_bytes(strange, "bfloat16")
 
     def test_files(self, tmp_path):
         """Of several files only those that are the model's, and only if they are all there."""
         first, second = (tmp_path / f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
-        first.write_bytes(bytes(100))
-        (tmp_path / "consolidated.safetensors").write_bytes(bytes(150))  # the same once more, as in Mistral's folders
+        first.write_bytes(bytes(1000000))
+        (tmp_path / "consolidated.safetensors").write_bytes(
+            bytes(1500000)
+        )  # the same once more, as in Mistral's folders
         assert sizing.checkpoint_bytes(tmp_path) is None
-        second.write_bytes(bytes(50))
-        assert sizing.checkpoint_bytes(tmp_path) == sizing.checkpoint_bytes(tmp_path / "config.json") == 150
+        second.write_bytes(bytes(500000))
+        assert sizing.checkpoint_bytes(tmp_path) == sizing.checkpoint_bytes(tmp_path / "config.json") == 1_500_000
         index = {"weight_map": {"a": first.name, "b": second.name}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        (tmp_path / "model-00003-of-00003.safetensors").write_bytes(bytes(7))
-        assert sizing.checkpoint_bytes(tmp_path) == 150
+        (tmp_path / "model-00003-of-00003.safetensors").write_bytes(bytes(70000))
+        assert sizing.checkpoint_bytes(tmp_path) == 1_500_000
         second.unlink()
         second.symlink_to(tmp_path / "gone")
         assert sizing.checkpoint_bytes(tmp_path) is None
@@ -170,13 +172,23 @@ class TestWeights:
         ("files", "size"),
         [
             ({}, None),
-            ({"model.safetensors": bytes(9), "training_args.bin": bytes(5)}, 9),
-            ({"pytorch_model.bin": bytes(9), "optimizer.bin": bytes(5)}, 9),
-            ({"adapter_model.safetensors": bytes(9)}, None),
-            ({"a.gguf": bytes(9)}, 9),
-            ({"a-q4.gguf": bytes(9), "a-q8.gguf": bytes(17)}, None),
+            ({"model.safetensors": bytes(90000), "training_args.bin": bytes(50000)}, 90_000),
+            ({"pytorch_model.bin": bytes(90000), "optimizer.bin": bytes(50000)}, 90_000),
+            ({"adapter_model.safetensors": bytes(90000)}, None),
+            ({"a.gguf": bytes(90000)}, 90_000),
+            ({"a-q4.gguf": bytes(90000), "a-q8.gguf": bytes(170000)}, None),
             ({"model.safetensors": b"version https://git-lfs.github.com/spec/v1 ..."}, None),
-            ({"model.safetensors.index.json": b"{", "model-00001-of-00001.safetensors": bytes(9)}, None),
+            ({"model.safetensors": bytes(100)}, None),  # what is left of a file
+            (
+                {"model-00001-of-00002.safetensors": bytes(50000), "model-00003-of-00003.safetensors": bytes(50000)},
+                None,
+            ),
+            ({"a-00001-of-00003.gguf": bytes(90000)}, None),
+            ({"mmproj-a.gguf": bytes(90000)}, None),
+            ({"model.safetensors.index.json": b'{"weight_map": {"a": 5}}'}, None),
+            ({"model.safetensors.index.json": b'{"weight_map": {}}'}, None),
+            ({"model.safetensors.index.json": b"[" * 100_000}, None),
+            ({"model.safetensors.index.json": b"{", "model-00001-of-00001.safetensors": bytes(90000)}, None),
         ],
     )
     def test_which_files(self, tmp_path, files, size):

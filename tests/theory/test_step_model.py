@@ -62,6 +62,8 @@ def test_explains_itself():
         (lambda: fit_rates((SHORT, 0.1), (SHORT, 0.1)), "the same intensity"),
         (lambda: fit_rates((SHORT, 0.1), (LONG, 0.01)), "no positive rates give 0.1 s and 0.01 s"),
         (lambda: fit_rates((SHORT, 0.1), (LONG, 0.2), overlap="parts"), "overlap is 'parts', expected 'all' or 'none'"),
+        (lambda: fit_rates((LONG, 0.2), (SHORT, 0.1), overlap="all"), "give the one with the lower intensity first"),
+        (lambda: StepModel(1e12, 1e10, 0), "kv_bytes_s is 0, expected a positive number"),
         (lambda: fit_overheads(StepModel(1e12, 1e10), (SHORT, 1), (SHORT, 1)), "both steps have 1 requests"),
     ],
 )

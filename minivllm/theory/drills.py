@@ -24,7 +24,7 @@ UNITS: dict[str, dict[str, float]] = {
         "b": 1, "bytes": 1, "byte": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
         "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
     },
-    "s": {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "\u03bcs": 1e-6},
+    "s": {"s": 1, "sec": 1, "seconds": 1, "ms": 1e-3, "milliseconds": 1e-3, "us": 1e-6, "µs": 1e-6, "\u03bcs": 1e-6},
     "FLOP/B": {"flop/b": 1, "flop/byte": 1, "flops/b": 1, "flops/byte": 1, "ops/byte": 1},
     "tokens": {"tokens": 1, "token": 1, "requests": 1},
     "requests": {"requests": 1, "request": 1, "x": 1},
@@ -62,6 +62,7 @@ class Drill:
     ask_in: str
     traps: Mapping[str, float] = field(default_factory=dict)
     tolerance: float = 0.02
+    is_conversion: bool = False  # then an answer in another unit would only repeat the question
 
     def parse(self, text: str) -> float:
         """The value that somebody typed, in the unit of `answer`. ValueError says what it could not read."""
@@ -78,6 +79,8 @@ class Drill:
             raise ValueError(f"{number!r} can be read in two ways; write a decimal point, and commas only at thousands")
         if unit.lower() not in UNITS[self.answer.unit]:
             raise ValueError(f"the unit {unit!r} does not fit; a plain number counts as {self.ask_in or 'a ratio'}")
+        if self.is_conversion and unit.lower() != self.ask_in.lower():
+            raise ValueError(f"the question is how many {self.ask_in} it is; you gave {unit}")
         try:
             return float(re.sub(r"[,_]", "", number)), unit
         except ValueError:
@@ -99,6 +102,8 @@ class Drill:
                 off = abs(number * size / self.answer - 1) if self.answer else 1
                 if off < 0.005:
                     near[f"that would be right in {name}; {self.ask_in} is asked for"] = off
+        if self.ask_in == "%" and self.answer and abs(100 * number / self.answer - 1) < 0.005:
+            near["that is a fraction; percent is asked for"] = 0.0
         if near:
             return Verdict(False, min(near, key=near.get))
         if self.answer and found / self.answer > 0:
@@ -382,7 +387,7 @@ def weights(rng: random.Random) -> Drill:
 @drill("capacity")
 def budget(rng: random.Random) -> Drill:
     spec, share = find_model(rng.choice(("qwen2.5-7b", "llama-3.1-8b", "qwen2.5-14b"))), rng.choice((0.85, 0.9, 0.92))
-    memory, peak = 79.2 * GIB, rng.choice((1, 2, 3)) * GIB
+    memory, peak = 79.2 * GIB, rng.choice((2, 3, 4)) * GIB
     held = round(sizing.weight_bytes(spec) / GIB, 1) * GIB
     right = sizing.kv_budget(memory, share, held, peak)
     return Drill(
@@ -397,6 +402,7 @@ def budget(rng: random.Random) -> Drill:
             "by applying the utilisation to what is left after the weights": (memory - held - peak) * share,
             "without the utilisation": memory - held - peak,
         },
+        0.01,
     )
 
 
@@ -722,6 +728,7 @@ def gb_to_gib(rng: random.Random) -> Drill:
             "as if they were the same": gb * GIB,
         },
         0.005,
+        is_conversion=True,
     )
 
 
@@ -824,16 +831,31 @@ class Quiz:
 
     def answer(self, number: int, value: float | str) -> None:
         """Print whether that is right, and which mistake it looks like if not. The first try counts."""
-        if number not in range(1, len(self.drills) + 1):
-            raise ValueError(f"question {number} does not exist: there are {len(self.drills)}, counted from 1")
-        verdict = self.drills[number - 1].check(value)
+        if not self._has(number):
+            return
+        if value is None or value is ... or value == "":
+            print(f"question {number} is not answered yet")
+            return
+        try:
+            verdict = self.drills[number - 1].check(value)
+        except (ValueError, TypeError) as error:  # not a try: nothing was answered
+            print(f"? {error}")
+            return
         self.first_tries.setdefault(number, verdict.is_right)
         print(f"{'✓' if verdict.is_right else '✗'} {verdict.message}")
 
     def explain(self, number: int) -> None:
         """Print the formula, with the numbers of the question, and the answer. It counts as a try."""
+        if not self._has(number):
+            return
         self.first_tries.setdefault(number, False)
         print(self.drills[number - 1].explain())
+
+    def _has(self, number: int) -> bool:
+        exists = number in range(1, len(self.drills) + 1)
+        if not exists:
+            print(f"? question {number!r} does not exist: there are {len(self.drills)}, counted from 1")
+        return exists
 
     def score(self) -> str:
         right = sum(self.first_tries.values())

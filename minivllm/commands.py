@@ -13,7 +13,7 @@ from typing import Any
 
 from minivllm.theory.catalog import Device, find_device, find_model, list_devices, list_models, plain_name
 from minivllm.theory.drills import TOPICS, draw, play
-from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec
+from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec, full_dtype
 from minivllm.theory.plan import Plan, Settings, as_served, make_plan
 from minivllm.theory.quantity import GIB, Quantity, format_bytes
 from minivllm.theory.roofline import (
@@ -31,8 +31,11 @@ from minivllm.theory.sizing import (
     checkpoint_bytes,
     kv_bytes_per_request,
     kv_bytes_per_token,
+    kv_dtype_named,
     pipeline_stages,
     state_bytes_per_layer,
+    weight_bytes,
+    weight_format,
 )
 from minivllm.theory.ways_out import ways_out
 
@@ -68,6 +71,9 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
     roofline.add_argument("--batch", type=_count, nargs="+", default=[1, 8, 32, 128, 256], help="decode batch sizes")
     roofline.add_argument("--compute-efficiency", type=_number, default=1.0, help="reached share of the peak FLOP/s")
     roofline.add_argument("--memory-efficiency", type=_number, default=1.0, help="reached share of the bandwidth")
+    roofline.add_argument(
+        "--compute-dtype", default="auto", help="of the products (default: fp8 for fp8 weights, else the model's)"
+    )
     roofline.add_argument("--plot", metavar="FILE", help="write the roofline as a picture (png, svg, pdf)")
 
     known = commands.add_parser("catalog", help="the models and GPUs that are known by name")
@@ -156,7 +162,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("activation peak", f"{format_bytes(plan.activation_peak)} ({estimated})"),
         ("other", f"{format_bytes(settings.other_bytes)} (assumed)"),
         ("KV budget", f"{format_bytes(plan.budget)} at {settings.gpu_memory_utilization:g} of the memory"),
-        ("KV per token", format_bytes(plan.per_token)),
+        ("KV per token", format_bytes(plan.per_token) + _scales(plan)),
         ("", "on the server"),
         ("KV per request", f"{format_bytes(plan.per_request)} per GPU for {settings.context:,} tokens"),
     ]
@@ -173,7 +179,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         state = count * state_bytes_per_layer(spec, settings.tp)
         rows.append(("state", f"{format_bytes(state)} per request and GPU, whatever its length"))
     if not spec.is_known:
-        rows.append(("note", f"model_type {spec.model_type!r} is not known here: counted as if it were a Llama"))
+        rows.append(("note", _not_known(spec)))
     rows += [
         ("KV tokens", f"{plan.num_tokens:,}"),
         ("concurrency", f"{float(plan.max_concurrency):,.2f} requests of {settings.context:,} tokens"),
@@ -226,7 +232,21 @@ def _weight_dtype(plan: Plan) -> str:
 
 
 def _kv_dtype(plan: Plan) -> str:
-    return plan.spec.dtype if plan.settings.kv_dtype == "auto" else plan.settings.kv_dtype
+    own = plan.spec.kv_quantization or plan.spec.dtype
+    return own if plan.settings.kv_dtype == "auto" else full_dtype(plan.settings.kv_dtype)
+
+
+def _scales(plan: Plan) -> str:
+    """What quantised caches store besides their elements."""
+    dtype = kv_dtype_named(plan.settings.kv_dtype, plan.spec)
+    if not dtype.scale_bytes:
+        return ""
+    group = f"{dtype.group} elements" if dtype.group else "token and head"
+    return f", scales included: {dtype.scale_bytes} bytes per {group}"
+
+
+def _not_known(spec: ModelSpec) -> str:
+    return f"model_type {spec.model_type!r} is not known here: counted as if it were a Llama"
 
 
 def _groups(plan: Plan) -> str:
@@ -274,12 +294,13 @@ def run_roofline(args: argparse.Namespace) -> int:
     check_context(spec, args.context)
     if max(args.batch) > 100_000:
         raise ValueError(f"--batch is {max(args.batch):,}, at most 100,000 requests")
-    flop_s = device.flop_s(spec.dtype) * args.compute_efficiency
+    products = _compute_dtype(args, spec, device)
+    flop_s = device.flop_s(products) * args.compute_efficiency
     bytes_s = device.bandwidth * args.memory_efficiency
     options = {"weight_dtype": args.weight_dtype, "kv_dtype": args.kv_dtype, "tp": args.tp}
     steps = [("prefill", 1, prefill_step(spec, args.context, **options))]
     steps += [("decode", batch, decode_step(spec, batch, args.context, **options)) for batch in args.batch]
-    rows = [_roofline_row(args, spec, device, *step) for step in steps]
+    rows = [_roofline_row(args, device, products, *step) for step in steps]
     ridge = ridge_point(flop_s, bytes_s)
     one = decode_step(spec, 1, args.context, **options)
     per_token = one.parts["projections"].flops + one.parts["lm_head"].flops
@@ -295,6 +316,9 @@ def run_roofline(args: argparse.Namespace) -> int:
             "model": spec.name,
             "gpu": device.name,
             "tp": args.tp,
+            "compute_dtype": products,
+            "architecture_known": spec.is_known,
+            "weights_fit": weight_bytes(spec, args.weight_dtype, args.tp) < device.memory_bytes,
             "context_tokens": args.context,
             "ridge_flop_per_byte": float(ridge),
             "critical_batch_weights_only": float(alone),
@@ -303,19 +327,28 @@ def run_roofline(args: argparse.Namespace) -> int:
         }
         print(json.dumps(result, indent=2))
     else:
-        _print_roofline(spec, device, args, rows, ridge, alone, with_kv)
+        _print_roofline(spec, device, products, args, rows, ridge, alone, with_kv)
     if args.plot is not None:
         _plot(args.plot, spec, device, steps, flop_s, bytes_s)
     return 0
 
 
+def _compute_dtype(args: argparse.Namespace, spec: ModelSpec, device: Device) -> str:
+    """What the products run in: fp8 for weights in fp8 where the device has such a rate, as in vLLM, else the model's
+    dtype. Other quantised weights are unpacked before the product."""
+    if args.compute_dtype != "auto":
+        return full_dtype(args.compute_dtype)
+    is_fp8 = weight_format(spec, args.weight_dtype)[0] == "fp8"
+    return "fp8" if is_fp8 and "fp8" in device.dense_tflop_s else spec.dtype
+
+
 def _roofline_row(
-    args: argparse.Namespace, spec: ModelSpec, device: Device, phase: str, batch: int, step: Step
+    args: argparse.Namespace, device: Device, products: str, phase: str, batch: int, step: Step
 ) -> dict[str, Any]:
     link = None if device.interconnect_gb_s is None else device.interconnect_gb_s * 1e9
     time = step_time(
         step,
-        device.flop_s(spec.dtype),
+        device.flop_s(products),
         device.bandwidth,
         compute_efficiency=args.compute_efficiency,
         memory_efficiency=args.memory_efficiency,
@@ -339,6 +372,7 @@ def _roofline_row(
 def _print_roofline(
     spec: ModelSpec,
     device: Device,
+    products: str,
     args: argparse.Namespace,
     rows: list[dict[str, Any]],
     ridge: Quantity,
@@ -353,7 +387,7 @@ def _print_roofline(
             f"{row['batch']:,}",
             f"{row['intensity_flop_per_byte']:.1f}",
             f"{1e3 * row['step_s']:,.2f}",
-            f"{row['tokens_per_s']:,.0f}",
+            f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] >= 10 else f"{row['tokens_per_s']:.2g}",
             row["bound"],
         )
         for row in rows
@@ -364,6 +398,18 @@ def _print_roofline(
         f"\nridge point: {ridge:.0f} FLOP/B; critical batch: {alone:,.0f} by weights alone; with KV reads at this "
         f"context: {limit}"
     )
+    print(
+        f"products in {products}: {device.flop_s(products) / 1e12:,.0f} TFLOP/s dense; memory: "
+        f"{device.bandwidth / 1e9:,.0f} GB/s"
+    )
+    weights = weight_bytes(spec, args.weight_dtype, args.tp)
+    if weights >= device.memory_bytes:
+        print(
+            f"note: the weights, {format_bytes(weights)} per GPU, do not fit into its "
+            f"{format_bytes(device.memory_bytes)}"
+        )
+    if not spec.is_known:
+        print(f"note: {_not_known(spec)}")
     if args.explain:
         print(f"\n{ridge.explain()}\n\n{alone.explain(0)}\n\n{with_kv.explain(0)}")
 
@@ -415,7 +461,9 @@ def _add_model_and_gpu(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="PATH", help="instead of --model: a config.json, or the folder it is in")
     parser.add_argument("--gpu", required=True, help="a name that `catalog` lists, such as h100-sxm")
     parser.add_argument("--tp", type=_count, default=1, help="GPUs that share every layer (default 1)")
-    parser.add_argument("--kv-dtype", default="auto", help="auto, fp8, int8, int4, q8_0 ... (default: the model's)")
+    parser.add_argument(
+        "--kv-dtype", default="auto", help="auto, fp8, int8, int4, q8_0 ..., with their scales (default: the model's)"
+    )
     parser.add_argument("--weight-dtype", default="auto", help=f"auto, {', '.join(WEIGHT_BITS)}")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON, with units in the names")

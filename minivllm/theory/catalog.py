@@ -107,7 +107,10 @@ def _find(name: str, rows: dict[str, dict[str, Any]], kind: str) -> dict[str, An
     plain = {plain_name(known): row for known, row in rows.items()}
     if key in plain:
         return plain[key]
-    close = [known for known in plain if key and known.startswith(key)]
+    # Qwen/Qwen2.5-7B-Instruct is no other size than qwen2.5-7b, but may be another length: say so, do not guess.
+    last = plain_name(name.rpartition("/")[2])
+    within = sorted((known for known in plain if last.startswith(known)), key=len, reverse=True)
+    close = within[:1] + [known for known in plain if key and known.startswith(key)]
     close += difflib.get_close_matches(key, plain, n=5, cutoff=0.5) or list(_starting_alike(key, plain))
     close = list(dict.fromkeys(plain[match]["name"] for match in close))[:6]
     hint = f"closest: {', '.join(close)}; all" if close else "known names"
@@ -116,6 +119,8 @@ def _find(name: str, rows: dict[str, dict[str, Any]], kind: str) -> dict[str, An
 
 def plain_name(name: str) -> str:
     """Qwen2.5_7B and qwen2.5-7b are the same name, and so are GPT-2 and gpt2."""
+    if not isinstance(name, str):
+        raise ValueError(f"a name is a text; this is {name!r}")
     return re.sub(r"[\s_-]+", "", name.lower())
 
 

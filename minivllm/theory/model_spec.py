@@ -18,16 +18,18 @@ from minivllm.theory.quantity import Quantity
 
 DTYPES = ("float32", "float16", "bfloat16")
 _SHORT = {
-    "float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16",
-    "fp8_e4m3": "fp8", "fp8_e5m2": "fp8",
+    "float": "float32", "fp32": "float32", "f32": "float32", "half": "float16", "fp16": "float16", "f16": "float16",
+    "bf16": "bfloat16", "fp8_e4m3": "fp8", "fp8_e4m3fn": "fp8", "fp8_e5m2": "fp8", "int8_per_token_head": "int8",
 }  # fmt: skip
 LARGEST, MAX_LAYERS = 2**31 - 1, 1000
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def full_dtype(name: str) -> str:
-    """bf16 and torch.bfloat16 are bfloat16; a name that is not known here stays as it is."""
-    name = name.removeprefix("torch.")
+    """bf16, BF16 and torch.bfloat16 are bfloat16; a name that is not known here stays as it is."""
+    if not isinstance(name, str):
+        raise ValueError(f"a dtype is given by name, such as 'bfloat16'; this is {name!r}")
+    name = name.lower().removeprefix("torch.")
     return _SHORT.get(name, name)
 
 
@@ -116,6 +118,7 @@ class ModelSpec:
     norm_bias: bool = False
     attention_sinks: bool = False
     quantization: str | None = None  # dtype of the quantised weights, as `sizing` names it
+    kv_quantization: str | None = None  # dtype of the cache, where the checkpoint has scales for it
     is_known: bool = True  # False: counted as if it were a Llama, since its model_type is not one of those known here
     published_parameters: int | None = None
     published_active_parameters: int | None = None
@@ -172,6 +175,8 @@ class ModelSpec:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], name: str = "") -> ModelSpec:
         """Read the content of a Hugging Face config.json. ValueError if a size is missing or makes no sense."""
+        if not isinstance(config, Mapping):
+            raise ValueError(f"a config is a mapping, as in config.json; this is {type(config).__name__}")
         text = config.get("text_config")
         if isinstance(text, Mapping):  # a vision-language model: its decoder
             outer = ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config")
@@ -202,7 +207,10 @@ class ModelSpec:
 
     @property
     def active_parameters(self) -> Quantity:
-        """Those that one token's forward pass multiplies with: of the experts, only the ones it is sent to."""
+        """Those of one token's forward pass: of the experts, only the ones that it is sent to.
+
+        The embedding counts in full, as in most model cards; OpenAI's leaves it out (gpt-oss-20b: 3.6 of 4.2 billion).
+        """
         idle = 0
         if self.experts is not None:
             unused = self.experts.num_experts - self.experts.experts_per_token
@@ -390,10 +398,57 @@ def _quantization(config: Mapping[str, Any]) -> str | None:
     return f"unknown ({method})"
 
 
+def _kv_quantization(config: Mapping[str, Any]) -> str | None:
+    """fp8 if the checkpoint brings scales for its cache: vLLM's "auto" then caches in fp8 (attention.py)."""
+    found = config.get("quantization_config")
+    if not isinstance(found, Mapping):
+        return None
+    named = str(found.get("kv_cache_quant_algo") or "").lower()
+    return "fp8" if found.get("kv_cache_scheme") or named == "fp8" else None
+
+
 def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
-    if config.get("model_type") in ("falcon", "gpt_bigcode") and not config.get("new_decoder_architecture"):
+    by_default = config.get("model_type") in ("falcon", "gpt_bigcode")
+    if (by_default or "multi_query" in config) and not config.get("new_decoder_architecture"):
         return 1 if config.get("multi_query", True) else num_heads
-    return _whole(config, "num_key_value_heads", "num_kv_heads", default=num_heads)
+    if config.get("multi_query_attention"):  # ChatGLM
+        return _whole(config, "multi_query_group_num")
+    return _whole(config, "num_key_value_heads", "num_kv_heads", "num_attention_groups", default=num_heads)
+
+
+# What changes the size of some layers' caches, in ways that are not modelled here. Better no number than a wrong one.
+_NOT_MODELLED = {
+    "global_head_dim": "layers with heads of two sizes (Gemma-4)",
+    "num_global_key_value_heads": "layers with heads of two sizes (Gemma-4)",
+    "swa_num_key_value_heads": "windowed layers with KV heads of their own",
+    "hybrid_layer_pattern": "layers of two kinds",
+    "hybrid_override_pattern": "layers of state-space models (Nemotron-H)",
+    "attn_layer_period": "layers of state-space models (Jamba)",
+    "attn_type_list": "layers of linear attention (MiniMax)",
+    "linear_attn_config": "layers of linear attention (Kimi)",
+    "block_configs": "a width of its own for each layer (Nemotron-NAS)",
+    "attention_chunk_size": "attention within chunks (Llama 4)",
+    "num_kv_shared_layers": "layers that share a cache (Gemma-3n)",
+    "index_topk": "sparse attention with an index of its own (DeepSeek-V3.2)",
+    "cross_attention_layers": "cross-attention",
+}
+
+
+def _check_modelled(config: Mapping[str, Any]) -> None:
+    for key, what in _NOT_MODELLED.items():
+        if config.get(key):
+            raise ValueError(f"the config has {key}: {what}, which this calculator does not model")
+
+
+def _rope_factor(config: Mapping[str, Any]) -> float:
+    """By how much vLLM lengthens max_position_embeddings: only linear and dynamic scaling leave that to the server
+    (config/model.py, _get_and_verify_max_len); with the others, YaRN too, the config's number is the length."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(scaling, Mapping) or "gemma3" in str(config.get("model_type")):
+        return 1
+    factor = scaling.get("factor")
+    is_left = scaling.get("rope_type", scaling.get("type")) in ("linear", "dynamic")
+    return factor if is_left and isinstance(factor, int | float) and 1 <= factor <= 1000 else 1
 
 
 # What a config.json leaves to the defaults of transformers.
@@ -452,6 +507,7 @@ def _read(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     model_type = str(config.get("model_type", ""))
     family = _FAMILIES.get(model_type, {})
     config = {**_DEFAULTS.get(model_type, {}), **config}
+    _check_modelled(config)
     hidden = _whole(config, "hidden_size", "n_embd", "d_model")
     num_layers = _whole(config, "num_hidden_layers", "n_layer", "num_layers")
     num_heads = _whole(config, "num_attention_heads", "n_head")
@@ -491,9 +547,10 @@ def _read(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "num_kv_heads": _num_kv_heads(config, num_heads),
         "head_dim": _whole(config, "head_dim", "kv_channels", default=max(1, hidden // num_heads)),
         "intermediate_size": intermediate,
-        "max_position_embeddings": positions,
+        "max_position_embeddings": int(positions * _rope_factor(config)),
         "dtype": dtype,
         "quantization": _quantization(config),
+        "kv_quantization": _kv_quantization(config),
         "layer_types": layer_types,
         "sliding_window": window,
         "latent": latent,

@@ -185,11 +185,12 @@ def _plan(spec: ModelSpec, device: Device, settings: Settings) -> Plan:
     check_parallel(spec, settings.tp, settings.pp)
     check_context(spec, settings.context)
     batched, max_num_seqs = _batch_limits(device, settings)
+    sizes = {"kv_dtype": settings.kv_dtype, "tp": settings.tp, "pp": settings.pp}
+    per_token = kv_bytes_per_token(spec, **sizes)
     weights, activation_peak = _memory(spec, settings, max_num_seqs, batched)
     budget = kv_budget(
         device.memory_bytes, settings.gpu_memory_utilization, weights, activation_peak, settings.other_bytes
     )
-    sizes = {"kv_dtype": settings.kv_dtype, "tp": settings.tp, "pp": settings.pp}
     return Plan(
         spec=spec,
         device=device,
@@ -199,7 +200,7 @@ def _plan(spec: ModelSpec, device: Device, settings: Settings) -> Plan:
         weights=weights,
         activation_peak=activation_peak,
         budget=budget,
-        per_token=kv_bytes_per_token(spec, **sizes),
+        per_token=per_token,
         layout=kv_layout(spec, **sizes, block_size=settings.block_size),
     )
 

@@ -95,6 +95,11 @@ def decode_step_seconds(
     """
     require_int("batch", batch, 1)
     _positive(weights=weights, bytes_s=bytes_s, flop_s=flop_s)
+    if not (kv_bytes_per_request >= 0 and flops_per_token >= 0):
+        raise ValueError(
+            f"kv_bytes_per_request is {kv_bytes_per_request!r} and flops_per_token {flops_per_token!r}, expected 0 or "
+            "more"
+        )
     read = "weights / bytes_s"
     terms = {
         "weights": Quantity(weights, "B", "weights"), "bytes_s": Quantity(bytes_s, "B/s", "bandwidth"), "batch": batch,
@@ -111,7 +116,7 @@ def decode_step_seconds(
 
 def prefill_seconds(parameters: float, num_tokens: int, flop_s: float, efficiency: float = 1) -> Quantity:
     """Seconds of a prompt's linear layers: 2 operations per parameter and token. Attention comes on top."""
-    _positive(parameters=parameters, flop_s=flop_s)
+    _positive(parameters=parameters, flop_s=flop_s, num_tokens=num_tokens)
     _share(efficiency=efficiency)
     return Quantity(
         2 * parameters * num_tokens / (flop_s * efficiency), "s", "prefill",
@@ -156,6 +161,7 @@ def decode_attention_intensity(num_heads: int, num_kv_heads: int, bytes_per_elem
 
     A cached key is used once by each query head of its group (2 operations per element), and so is its value.
     """
+    _positive(num_heads=num_heads, num_kv_heads=num_kv_heads, bytes_per_element=bytes_per_element)
     return Quantity(
         2 * (num_heads / num_kv_heads) / bytes_per_element, "FLOP/B", "intensity of decode attention",
         "2 * (heads / KV_heads) / bytes_per_element",

@@ -68,7 +68,7 @@ class NoRoom(ValueError):
 
 def kv_dtype_named(name: str, spec: ModelSpec) -> KVDtype:
     """The dtype of that name; "auto" is the model's own. ValueError lists the names."""
-    own = spec.dtype if name == "auto" else name
+    own = (spec.kv_quantization or spec.dtype) if name == "auto" else name
     key = full_dtype(own)
     if key not in KV_DTYPES:
         raise ValueError(f"KV dtype {own!r} is unknown; known: auto, {', '.join(KV_DTYPES)}")
@@ -365,6 +365,11 @@ def _more_room(usable: float, weights: float) -> str:
     return "Use more GPUs (tp), smaller weights, or a larger GPU"
 
 
+def _check_budget(budget: float) -> None:
+    if not 0 <= budget < math.inf:
+        raise ValueError(f"the budget is {budget!r} bytes, expected 0 or more")
+
+
 def _as_bytes(value: float, name: str) -> Quantity:
     return value if isinstance(value, Quantity) else Quantity(value, "B", name)
 
@@ -375,6 +380,7 @@ def _as_bytes(value: float, name: str) -> Quantity:
 def num_kv_blocks(budget: float, bytes_per_token: float, block_size: int = 16) -> Quantity:
     """Whole blocks that the budget holds. (The engine keeps one of them, the null block, for itself.)"""
     require_int("block_size", block_size, 1)
+    _check_budget(budget)
     if not bytes_per_token > 0:
         raise ValueError(f"a token takes {bytes_per_token!r} bytes, expected a positive number")
     return Quantity(
@@ -412,6 +418,7 @@ def max_concurrency(num_tokens: float, max_model_len: int, block_size: int = 16)
 
 def requests_that_fit(budget: float, bytes_per_request: float) -> Quantity:
     """Whole requests of that size in the budget: a request that half fits does not run."""
+    _check_budget(budget)
     if not bytes_per_request > 0:
         raise ValueError(f"a request takes {bytes_per_request!r} bytes, expected a positive number")
     return Quantity(

@@ -17,6 +17,7 @@ SWITCHES += ["disable-background-networking", "disable-component-update", "disab
 # Waits for fonts and formulas, then reports on the page.
 INSPECT = r"""
 const done = arguments[arguments.length - 1];
+const MATH = ".math.notranslate, .MathJax_Preview";
 const visible = (node) => { const b = node.getBoundingClientRect(); return b.width > 0 && b.height > 0; };
 (async () => {
   // The script is loaded asynchronously: on a busy machine it may come after the page.
@@ -24,6 +25,8 @@ const visible = (node) => { const b = node.getBoundingClientRect(); return b.wid
   for (let i = 0; comes && i < 300 && !(window.MathJax && MathJax.startup && MathJax.startup.promise); i++)
     await new Promise((go) => setTimeout(go, 100));
   if (window.MathJax && MathJax.startup) await MathJax.startup.promise;
+  const missing = () => document.querySelectorAll("mjx-container").length < document.querySelectorAll(MATH).length;
+  for (let i = 0; comes && i < 100 && missing(); i++) await new Promise((go) => setTimeout(go, 100));
   document.querySelectorAll("details").forEach((d) => { d.dataset.was = d.open; d.open = true; });
   await Promise.all([...document.images].map((i) => { i.loading = "eager"; return i.decode().catch(() => {}); }));
   await document.fonts.ready;
@@ -32,7 +35,7 @@ const visible = (node) => { const b = node.getBoundingClientRect(); return b.wid
   prose.querySelectorAll("pre, code, script, style, mjx-container, .MathJax").forEach((n) => n.remove());
   const formulas = [...document.querySelectorAll("mjx-container")];
   done({
-    formulas: document.querySelectorAll(".math.notranslate, .MathJax_Preview").length,
+    formulas: document.querySelectorAll(MATH).length,
     typeset: formulas.filter(visible).length,
     errors: [...document.querySelectorAll("mjx-merror, [data-mjx-error]")].map((n) => n.textContent),
     fonts: [...document.fonts].filter((f) => f.status === "error").map((f) => f.family),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from minivllm.theory import ModelSpec, catalog, find_device, find_model, list_devices, list_models, roofline
+from minivllm.theory.sizing import kv_bytes_per_token
 
 MODELS, DEVICES = list_models(), list_devices()
 
@@ -122,6 +123,20 @@ class TestFromConfig:
             ({"layer_types": ["linear_attention"] * 2}, r"the config names no linear_\* sizes"),
             ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5, expected 1 to 4"),
             ({"hidden_size": -64}, "hidden_size must be a whole number"),
+            *(
+                ({key: value}, f"the config has {key}: .*, which this calculator does not model")
+                for key, value in (
+                    ("global_head_dim", 512),
+                    ("hybrid_override_pattern", "M-M*"),
+                    ("attn_type_list", [0, 1]),
+                    ("linear_attn_config", {"full_attn_layers": [1]}),
+                    ("block_configs", [{}]),
+                    ("index_topk", 2048),
+                    ("attention_chunk_size", 8192),
+                    ("num_kv_shared_layers", 15),
+                    ("swa_num_key_value_heads", 8),
+                )
+            ),
         ],
     )
     def test_refused(self, change, message):
@@ -149,6 +164,53 @@ class TestFromConfig:
         nulls = {"torch_dtype": None, "dtype": None, "quantization_config": None}
         inner = {key: value for key, value in CONFIG.items() if key != "torch_dtype"} | nulls
         assert ModelSpec.from_hf(outer | {"text_config": inner}) == spec
+
+    @pytest.mark.parametrize(
+        ("keys", "num_kv_heads"),
+        [
+            ({"multi_query": True}, 1),  # Falcon-7B as it was first published
+            ({"multi_query": False}, 4),
+            ({"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+            ({"multi_query_attention": True, "multi_query_group_num": 2}, 2),  # ChatGLM
+            ({"num_attention_groups": 1}, 1),  # Step-3
+        ],
+    )
+    def test_other_names_of_kv_heads(self, keys, num_kv_heads):
+        assert ModelSpec.from_hf(CONFIG | {"model_type": "other"} | keys).num_kv_heads == num_kv_heads
+
+    @pytest.mark.parametrize(
+        ("scaling", "tokens"),
+        [
+            ({"type": "linear", "factor": 4.0}, 16384),
+            ({"rope_type": "dynamic", "factor": 2.0}, 8192),
+            # With these vLLM 0.30.0 takes max_position_embeddings as the length that scaling reaches.
+            ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 4096),
+            ({"rope_type": "llama3", "factor": 8.0}, 4096),
+            ({"rope_type": "linear", "factor": None}, 4096),
+            (None, 4096),
+        ],
+    )
+    def test_scaled_positions(self, scaling, tokens):
+        config = CONFIG | {"max_position_embeddings": 4096, "rope_scaling": scaling}
+        assert ModelSpec.from_hf(config).max_position_embeddings == tokens
+
+    @pytest.mark.parametrize(
+        ("quantization", "kv_bytes"),
+        [
+            ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, 1),
+            ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, 1),
+            ({"quant_method": "modelopt", "kv_cache_quant_algo": None}, 2),
+            ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, 2),
+        ],
+    )
+    def test_checkpoints_with_scales_for_their_cache(self, quantization, kv_bytes):
+        spec = ModelSpec.from_hf(CONFIG | {"quantization_config": quantization})
+        assert kv_bytes_per_token(spec) == 2 * 2 * 4 * 16 * kv_bytes
+        assert kv_bytes_per_token(spec, "bfloat16") == 2 * 2 * 4 * 16 * 2
+
+    def test_what_is_no_config(self):
+        with pytest.raises(ValueError, match="a config is a mapping"):
+            ModelSpec.from_hf(None)
 
     def test_null_is_absent(self):
         spec = ModelSpec.from_hf(

@@ -46,6 +46,13 @@ class TestSize:
         assert two["kv_bytes_per_token_per_gpu"] == one["kv_bytes_per_token_per_gpu"] / 4
         assert two["kv_tokens"] > 4 * one["kv_tokens"]
 
+    def test_scales_are_named(self, capsys):
+        _, out, _ = run(capsys, *SIZE, "--kv-dtype", "INT8")
+        assert "weights bfloat16, KV cache int8" in out
+        assert "29,568 B = 28.88 KiB = 29.57 kB, scales included: 4 bytes per token and head" in out
+        assert "2 bytes per 32 elements" in run(capsys, *SIZE, "--kv-dtype", "q8_0")[1]
+        assert "scales" not in run(capsys, *SIZE, "--kv-dtype", "fp8")[1]
+
     def test_known_figures_win(self, capsys):
         arguments = [*SIZE, "--json", "--weights-gib", "15", "--activation-gib", "2", "--other-gib", "1"]
         found = json.loads(run(capsys, *arguments)[1])
@@ -125,6 +132,8 @@ class TestSize:
         ({"layer_types": [[1], [1]]}, "layer_types is [[1], [1]], expected a list with a name for each layer"),
         ({"hidden_size": "64"}, "hidden_size must be a whole number"),
         ({"vocab_size": True}, "vocab_size must be a whole number"),
+        ({"index_topk": 2048}, "the config has index_topk: sparse attention with an index of its own"),
+        ({"attn_layer_period": 8}, "which this calculator does not model"),
         (
             {"quantization_config": {"quant_method": "new"}},
             "is quantised in a way that is not known here (new): give the --weight-dtype that comes closest",
@@ -150,6 +159,7 @@ def test_an_unknown_architecture_is_said_to_be_one(capsys, tmp_path):
     assert run(capsys, "size", "--config", str(tmp_path), "--gpu", "t4", "--json")[1].count(
         '"architecture_known": false'
     )
+    assert "counted as if it were a Llama" in run(capsys, "roofline", "--config", str(tmp_path), "--gpu", "t4")[1]
 
 
 class TestRoofline:
@@ -171,6 +181,28 @@ class TestRoofline:
         assert found["critical_batch_weights_only"] == pytest.approx(295, abs=1)
         speeds = [step["tokens_per_s"] for step in found["steps"] if step["phase"] == "decode"]
         assert speeds == sorted(speeds)
+
+    def test_products_of_fp8_weights_run_in_fp8_where_they_can(self, capsys):
+        def found(*more):
+            arguments = ("roofline", "--model", "llama-3.1-8b", "--context", "4096", *more, "--json")
+            return json.loads(run(capsys, *arguments)[1])
+
+        plain, fp8 = found("--gpu", "h100-sxm"), found("--gpu", "h100-sxm", "--weight-dtype", "fp8")
+        assert (plain["compute_dtype"], fp8["compute_dtype"]) == ("bfloat16", "fp8")
+        # Half the time, but for the output head, which is read for one row of logits.
+        assert fp8["steps"][0]["step_s"] == pytest.approx(plain["steps"][0]["step_s"] / 2, rel=0.01)
+        assert fp8["critical_batch_weights_only"] == pytest.approx(plain["critical_batch_weights_only"], rel=0.15)
+        # An A100 has no rate for fp8: the weights are unpacked, as those in 4 bits are everywhere.
+        assert found("--gpu", "a100-80gb-sxm", "--weight-dtype", "fp8")["compute_dtype"] == "bfloat16"
+        assert found("--gpu", "h100-sxm", "--weight-dtype", "int4")["compute_dtype"] == "bfloat16"
+        asked = found("--gpu", "h100-sxm", "--weight-dtype", "int8", "--compute-dtype", "INT8")
+        assert asked["compute_dtype"] == "int8" and asked["ridge_flop_per_byte"] == fp8["ridge_flop_per_byte"]
+
+    def test_what_does_not_fit_is_said_to(self, capsys):
+        _, out, _ = run(capsys, "roofline", "--model", "llama-3.1-405b", "--gpu", "t4", "--batch", "1")
+        assert "note: the weights, 755.96 GiB = 811.71 GB per GPU, do not fit into its 14.57 GiB" in out
+        assert [line.split()[4] for line in out.splitlines() if line.startswith("decode")] == ["0.4"]
+        assert "note" not in run(capsys, *ROOFLINE)[1]
 
     def test_plot(self, capsys, tmp_path):
         path = tmp_path / "roof.png"
@@ -334,6 +366,9 @@ class TestCatalog:
         ),
         ([*SIZE, "--gpu-memory-utilization", "nan"], "argument --gpu-memory-utilization: nan is not a positive number"),
         ([*SIZE, "--kv-dtype", "int3"], "KV dtype 'int3' is unknown; known: auto"),
+        (["size", "--model", "mistral-7b", "--gpu", "t4", "--kv-dtype", "int3"], "KV dtype 'int3' is unknown"),
+        (["size", "--model", "Qwen/Qwen2.5-7B-Instruct", "--gpu", "t4"], "closest: qwen2.5-7b, "),
+        (["roofline", "--model", "gpt2", "--gpu", "t4", "--compute-dtype", "fp8"], "has no rate for 'fp8'"),
         ([*SIZE, "--weight-dtype", "int3"], "weight dtype 'int3' is unknown"),
         (["size", "--gpu", "t4"], "give either --model NAME or --config PATH"),
         ([*SIZE, "--config", "config.json"], "give either --model NAME or --config PATH"),

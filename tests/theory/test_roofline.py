@@ -137,6 +137,19 @@ class TestTime:
             roofline.step_time(roofline.decode_step(QWEN, 1, 10), 0, BYTES_S)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: roofline.prefill_seconds(7e9, -5, FLOP_S),
+        lambda: roofline.decode_attention_intensity(32, 0),
+        lambda: roofline.decode_step_seconds(1, 16e9, -5, BYTES_S),
+    ],
+)
+def test_what_cannot_be(call):
+    with pytest.raises(ValueError, match="expected"):
+        call()
+
+
 class TestCriticalBatch:
     def test_mixtures_need_more(self):
         dense = roofline.critical_batch(FLOP_S, BYTES_S)

@@ -251,6 +251,10 @@ class TestRefusals:
             (lambda m: sizing.max_concurrency(100, 0), "max_model_len must be a whole number"),
             (lambda m: sizing.requests_that_fit(100, 0), "a request takes 0 bytes"),
             (lambda m: sizing.num_kv_blocks(100, 1, 0), "block_size must be a whole number"),
+            (lambda m: sizing.num_kv_blocks(-5, 10), "the budget is -5 bytes, expected 0 or more"),
+            (lambda m: sizing.requests_that_fit(-1, 5), "the budget is -1 bytes, expected 0 or more"),
+            (lambda m: sizing.kv_bytes_per_token(m, 2), "a dtype is given by name, such as 'bfloat16'; this is 2"),
+            (lambda m: find_model(None), "a name is a text; this is None"),
         ],
     )
     def test_one_line_with_the_number(self, call, message):

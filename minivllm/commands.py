@@ -29,6 +29,7 @@ from minivllm.theory.sizing import (
     WEIGHT_BITS,
     check_context,
     checkpoint_bytes,
+    has_two_shapes,
     kv_bytes_per_request,
     kv_bytes_per_token,
     kv_dtype_named,
@@ -170,7 +171,8 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         need = kv_bytes_per_request(spec, settings.context, settings.kv_dtype, settings.tp, settings.pp)
         rest = "steps in flight" if SLIDING in spec.layer_types else "copies of states, unfilled blocks"
         rows.append(("its contents", f"{format_bytes(need)} (the rest is for {rest})"))
-    rows += [("blocks", f"{int(plan.num_blocks):,} of {plan.layout.block_size:,} tokens{_groups(plan)}")]
+    sizes = " or ".join(f"{size:,}" for size in sorted(set(plan.layout.block_sizes.values())))
+    rows += [("blocks", f"{int(plan.num_blocks):,} of {sizes} tokens{_groups(plan)}")]
     if SLIDING in spec.layer_types:
         growth = kv_bytes_per_token(spec, settings.kv_dtype, settings.tp, settings.pp, beyond_window=True)
         rows.append(("beyond the window", f"{format_bytes(growth)} per token and GPU"))
@@ -261,7 +263,11 @@ def _groups(plan: Plan) -> str:
 def _kv_heads(spec: ModelSpec) -> str:
     if spec.latent is not None:
         return f"one latent of {spec.latent.cached_per_token} elements"
-    return f"{spec.num_kv_heads} KV heads of {spec.head_dim}"
+    heads = f"{spec.num_kv_heads} KV heads of {spec.head_dim}"
+    if has_two_shapes(spec):
+        number, size = spec.heads_of(FULL)
+        heads += f" ({number} of {size} where attention is full)"
+    return heads
 
 
 def run_drill(args: argparse.Namespace) -> int:

@@ -7,16 +7,21 @@ A graded cell of an exercise notebook calls `expect` (a value), `expect_function
 
 import linecache
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
-__all__ = ["Misconception", "NotAnswered", "expect", "expect_function", "grading", "require"]
+__all__ = ["Misconception", "NotAnswered", "all_given", "expect", "expect_function", "grading", "require"]
 
 _BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SCALES = [_BYTES, {"s": 1, "ms": 1e-3, "µs": 1e-6}, {"%": 0.01, "as a fraction": 1}]
+# What checks call, and people like to call their variables.
+_CALLED = [abs, all, any, bool, dict, float, getattr, int, isinstance, len, list, max, min, next, range, round, set]
+_CALLED += [sorted, str, sum, tuple, type, zip]
+_NEEDED = {function.__name__: function for function in _CALLED}
 
 
 class Misconception(AssertionError):
@@ -40,9 +45,17 @@ def require(condition: object, hint: str) -> None:
         raise Misconception(hint)
 
 
+def all_given(**answers: Any) -> None:
+    """Name the answers that are missing, unless all are: then the first `expect` says that nothing is answered."""
+    _refuse_hidden()
+    missing = [name for name, answer in answers.items() if answer is None or answer is ...]
+    require(len(missing) in (0, len(answers)), f"still to do: {', '.join(missing)}")
+
+
 @contextmanager
 def grading(why: str) -> Iterator[None]:
     """Wrap a check that calls the learner's code. Any error becomes one line; success prints `why` it matters."""
+    _refuse_hidden()
     try:
         yield
     except Misconception:
@@ -59,18 +72,20 @@ def expect(
     right: Any,
     *,
     why: str,
+    name: str = "",
     unit: str = "",
     rel: float = 0.0,
     tol: float = 0.0,
     misconceptions: Mapping[str, Any] | None = None,
     look: str = "",
 ) -> None:
-    """Check a value that the learner assigned.
+    """Check a value that the learner assigned; `name` says which one, where a cell checks several.
 
     A number is right within the relative tolerance `rel` or the absolute tolerance `tol` (both 0: exactly); anything
-    else must be equal. A wrong one is compared with `misconceptions` {hint: the value that this mistake gives}, then
-    with the right value in a neighbouring `unit` (GB for GiB, ms for s ...); failing that, the message says how far
-    off it is, and where to `look`. None and `...` mean: not answered yet.
+    else must be equal. A wrong one is compared with `misconceptions` {hint: the value that this mistake gives}, within
+    a quarter of `rel` or half of `tol` (which leaves room for a rounded last digit), and the nearest is named; then
+    with the right value in a neighbouring `unit` (GB for GiB, ms for s ...); failing that, the message says how far off
+    it is, and where to `look`. None and `...` mean: not answered yet.
 
     Raises Misconception, or ValueError (an error of the exercise) if a misconception gives the right value.
     """
@@ -81,19 +96,27 @@ def expect(
     with grading(why):
         if answer is None or answer is ...:
             raise NotAnswered
-        if _number(right) is not None and _number(answer) is None:
-            raise Misconception(f"a number{_in(unit)} is asked for; you gave {_show(answer)}")
         if _same(answer, right, rel, tol):
             return
-        for hint, wrong in misconceptions.items():
-            if _same(answer, wrong, rel, tol):
-                raise Misconception(hint)
-        for other, wrong in _unit_slips(right, unit):
-            if not _same(wrong, right, rel, tol) and _same(answer, wrong, max(rel, 1e-3), tol):
-                raise Misconception(f"that is the right amount in the wrong unit: you gave it {other}; {_ask(unit)}")
-        if type(right) is int and rel == tol == 0 and not _is_whole(answer):
-            raise Misconception(f"a whole number is asked for; you gave {answer!r}")
-        raise Misconception(". ".join(filter(None, [_distance(answer, right, unit), look])))
+        wrong = _what_is_wrong(answer, right, unit, rel, tol, misconceptions, look)
+        raise Misconception(f"{name}: {wrong}" if name else wrong)
+
+
+def _what_is_wrong(
+    answer: Any, right: Any, unit: str, rel: float, tol: float, misconceptions: Mapping[str, Any], look: str
+) -> str:
+    """The message for a wrong value."""
+    if _number(right) is not None and _number(answer) is None:
+        return f"a number{_in(unit)} is asked for; you gave {_show(answer)}"
+    near = [hint for hint, wrong in misconceptions.items() if _same(answer, wrong, rel / 4, tol / 2)]
+    if near:
+        return min(near, key=lambda hint: _apart(answer, misconceptions[hint]))
+    for other, wrong in _unit_slips(right, unit):
+        if not _same(wrong, right, rel, tol) and _same(answer, wrong, max(rel, 1e-3), tol):
+            return f"that is the right amount in the wrong unit: you gave it {other}; {_ask(unit)}"
+    if type(right) is int and rel == tol == 0 and not _is_whole(answer):
+        return f"a whole number is asked for; you gave {answer!r}"
+    return ". ".join(filter(None, [_distance(answer, right, unit), look]))
 
 
 def expect_function(
@@ -114,6 +137,8 @@ def expect_function(
 
     Raises Misconception, or ValueError (an error of the exercise) if the cases cannot tell a misconception from right.
     """
+
+    _refuse_hidden()
 
     def agree(one: list, other: list) -> bool:
         return all(_same(a, b, rel, tol) for a, b in zip(one, other, strict=True))
@@ -186,6 +211,12 @@ def _same(a: Any, b: Any, rel: float, tol: float) -> bool:
         return False
 
 
+def _apart(a: Any, b: Any) -> float:
+    """How far two numbers are apart; 0 for anything else."""
+    x, y = _number(a), _number(b)
+    return 0.0 if x is None or y is None else abs(x - y)
+
+
 def _is_whole(value: Any) -> bool:
     number = _number(value)
     return isinstance(number, int) or (math.isfinite(number) and number.is_integer())
@@ -230,6 +261,39 @@ def _show(value: Any, limit: int = 80) -> str:
         return f"{value:.6g}"
     text = " ".join(repr(value).split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _hidden() -> str:
+    """What to say of a variable in the notebook that has the name of a builtin; empty if there is none."""
+    variables = vars(sys.modules["__main__"])
+    for name, needed in _NEEDED.items():
+        if variables.get(name, needed) is not needed:
+            return f"you have a variable called {name}, which hides Python's own; run `del {name}` and this cell again"
+    return ""
+
+
+def _refuse_hidden() -> None:
+    """Raise Misconception if a variable in the notebook has the name of a builtin that checks call."""
+    if hidden := _hidden():
+        raise Misconception(hidden)
+
+
+def _show_error(shell: Any, kind: type, error: Exception, trace: Any, tb_offset: int | None = None) -> None:
+    """What IPython does with these errors: one line if the check itself stumbled, the usual traceback otherwise."""
+    step = trace
+    while step.tb_next is not None:
+        step = step.tb_next
+    if linecache.getline(step.tb_frame.f_code.co_filename, 1).startswith("# Check "):
+        line = _hidden()
+        if not line and kind is NameError:
+            line = f"run the cells above first: `{error.name}` is not defined yet"
+        if line:
+            error._render_traceback_ = lambda: [f"✗ {line}"]
+    shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
+
+
+if "IPython" in sys.modules and (_shell := sys.modules["IPython"].get_ipython()) is not None:
+    _shell.set_custom_exc((NameError, TypeError), _show_error)
 
 
 def _describe(error: Exception) -> str:

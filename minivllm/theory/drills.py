@@ -207,7 +207,7 @@ def kv_per_token(rng: random.Random) -> Drill:
         "KiB",
         {
             "by counting query heads: only KV heads are cached": _as_if_mha(spec, right),
-            "without the factor 2: keys and values are both cached": right / 2,
+            "without the factor 2 (keys and values), or without the 2 bytes per number": right / 2,
             "for one layer: every layer has a cache of its own": right / spec.num_layers,
             "by taking bits for bytes: bfloat16 has 2 bytes": right * 8,
         },
@@ -225,7 +225,7 @@ def kv_per_request(rng: random.Random) -> Drill:
         "GiB",
         {
             "by counting query heads: only KV heads are cached": _as_if_mha(spec, right),
-            "without the factor 2: keys and values are both cached": right / 2,
+            "without the factor 2 (keys and values), or without the 2 bytes per number": right / 2,
             "in GB where GiB was asked": right / GB * GIB,
         },
         0.015,
@@ -262,7 +262,7 @@ def kv_of_a_batch(rng: random.Random) -> Drill:
         "GB",
         {
             "in GiB where GB was asked": right * GB / GIB,
-            "without the factor 2: keys and values are both cached": right / 2,
+            "without the factor 2 (keys and values), or without the 2 bytes per number": right / 2,
             "for one request": one,
         },
         0.015,
@@ -284,6 +284,7 @@ def kv_on_two_gpus(rng: random.Random) -> Drill:
         {
             "by dividing on: with more GPUs than KV heads, heads are replicated": alone / tp,
             "without sharing: each GPU caches its own KV heads only": alone,
+            "without the factor 2 (keys and values), or without the 2 bytes per number": right / 2,
             "by dividing the query heads' cache": _as_if_mha(spec, alone) / tp,
         },
     )
@@ -355,7 +356,8 @@ def hybrid(rng: random.Random) -> Drill:
             * one,
             "without the states": full * context * one,
             "with one state for all layers: each keeps its own": full * context * one + state,
-            "without the factor 2: keys and values are both cached": full * context * one / 2 + linear * state,
+            "without the factor 2 (keys and values), or without the 2 bytes per number": full * context * one / 2
+            + linear * state,
         },
     )
 
@@ -524,7 +526,7 @@ def ridge(rng: random.Random) -> Drill:
         right,
         "FLOP/B",
         {
-            "with the sparse rate: inference multiplies dense matrices": 2 * right,
+            "with the sparse rate, or the FP8 rate: dense products in bfloat16 are asked for": 2 * right,
             "upside down": 1 / right,
             "by a factor of 1,000: TFLOP/s over GB/s": right / 1000,
         },
@@ -543,7 +545,7 @@ def batch_at_ridge(rng: random.Random) -> Drill:
         right,
         "tokens",
         {
-            "for 16-bit weights: half the bytes, half the batch": 2 * right,
+            "for 16-bit weights (half the bytes, half the batch), or with the rate of 8-bit products": 2 * right,
             "for 4-bit weights": right / 2,
         },
         0.03,
@@ -833,7 +835,7 @@ class Quiz:
         """Print whether that is right, and which mistake it looks like if not. The first try counts."""
         if not self._has(number):
             return
-        if value is None or value is ... or value == "":
+        if value is None or value is ... or (isinstance(value, str) and not value.strip()):
             print(f"question {number} is not answered yet")
             return
         try:

@@ -18,11 +18,16 @@ from minivllm.theory.sizing import kv_bytes_per_token_and_layer, pipeline_stages
 class KVLayout:
     """The blocks of one model on one GPU."""
 
-    block_size: int  # tokens of a layer that keeps tokens
+    block_sizes: dict[str, int]  # tokens of a block, by kind of layer
     block_bytes: Quantity  # on one GPU: the layers of the widest group
     num_groups: dict[str, int]  # kind of layer -> groups, each with a block table of its own
     sliding_window: int | None = None
     states: int = 2  # that a linear-attention layer holds for a request
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block; where kinds of layers differ, of the smallest."""
+        return min(self.block_sizes.values())
 
     def blocks_per_request(self, num_tokens: int, tokens_in_flight: int = 1) -> Quantity:
         """Most blocks that a request of `num_tokens` holds at a time.
@@ -36,14 +41,16 @@ class KVLayout:
         formula, terms, total = [], {}, 0
         if FULL in self.num_groups:
             formula.append("full_groups * ceil(tokens / block_size)")
-            terms |= {"full_groups": self.num_groups[FULL], "tokens": num_tokens, "block_size": self.block_size}
-            total += self.num_groups[FULL] * cdiv(num_tokens, self.block_size)
+            size = self.block_sizes[FULL]
+            terms |= {"full_groups": self.num_groups[FULL], "tokens": num_tokens, "block_size": size}
+            total += self.num_groups[FULL] * cdiv(num_tokens, size)
         if SLIDING in self.num_groups:
             kept = min(self.sliding_window - 1 + tokens_in_flight, num_tokens)
-            formula.append("windowed_groups * (ceil(tokens_in_window / block_size) + 1)")
-            terms |= {"windowed_groups": self.num_groups[SLIDING], "tokens_in_window": kept}
-            terms |= {"block_size": self.block_size}
-            total += self.num_groups[SLIDING] * (cdiv(kept, self.block_size) + 1)
+            size = self.block_sizes[SLIDING]
+            name = "block_size" if terms.get("block_size", size) == size else "windowed_block_size"
+            formula.append(f"windowed_groups * (ceil(tokens_in_window / {name}) + 1)")
+            terms |= {"windowed_groups": self.num_groups[SLIDING], "tokens_in_window": kept, name: size}
+            total += self.num_groups[SLIDING] * (cdiv(kept, size) + 1)
         if LINEAR in self.num_groups:
             formula.append("linear_groups * states")
             terms |= {"linear_groups": self.num_groups[LINEAR], "states": self.states}
@@ -97,20 +104,25 @@ def kv_layout(
 
     A state of linear attention must fit into a block of a layer. Where it does not, `block_size` grows, in steps of
     the one given: 1,056 tokens for Qwen3.5-35B-A3B. With prefix caching such a layer keeps a copy of its state at a
-    block boundary. With stages, this is the one with the largest blocks.
+    block boundary. Where a token takes less in one kind of layer than in another, a block holds more of those tokens
+    (32 instead of 16 in Gemma-4's full layers). With stages, this is the one with the largest blocks.
     """
     require_int("block_size", block_size, 1)
-    one = kv_bytes_per_token_and_layer(spec, kv_dtype, tp)
+    kinds = [kind for kind in (FULL, SLIDING) if kind in spec.layer_types] or [FULL]
+    ones = {kind: kv_bytes_per_token_and_layer(spec, kv_dtype, tp, kind) for kind in kinds}
+    one = max(ones.values())
     state = state_bytes_per_layer(spec, tp) if LINEAR in spec.layer_types else 0
     if state > block_size * one:
         block_size *= cdiv(int(state), int(block_size * one))
+    # Tokens that do not fill a block evenly are not added: vLLM pads such blocks.
+    block_sizes = {kind: block_size * (int(one / ones[kind]) if one % ones[kind] == 0 else 1) for kind in kinds}
     groups = layer_groups(spec)
     width = max(cdiv(stage.count(kind), groups[kind]) for stage in pipeline_stages(spec, pp) for kind in groups)
     block_bytes = Quantity(
         width * block_size * one, "B", "bytes of a block", "layers_of_a_group * block_size * bytes_per_token_and_layer",
         {"layers_of_a_group": width, "block_size": block_size, "bytes_per_token_and_layer": one},
     )  # fmt: skip
-    return KVLayout(block_size, block_bytes, groups, spec.sliding_window, states=2 if enable_prefix_caching else 1)
+    return KVLayout(block_sizes, block_bytes, groups, spec.sliding_window, states=2 if enable_prefix_caching else 1)
 
 
 def layer_groups(spec: ModelSpec) -> dict[str, int]:

@@ -103,6 +103,9 @@ class ModelSpec:
     tie_word_embeddings: bool
     layer_types: tuple[str, ...]
     sliding_window: int | None = None
+    full_kv_heads: int | None = None  # of layers with full attention, where they differ from the others (Gemma-4)
+    full_head_dim: int | None = None
+    full_key_is_value: bool = False  # those layers have no projection for values: the key's makes both
     latent: LatentAttention | None = None
     linear: LinearAttention | None = None
     experts: Experts | None = None
@@ -184,6 +187,12 @@ class ModelSpec:
             config = {**{key: config[key] for key in outer if key in config}, **inner}
         return cls(**_read(config, name or str(config.get("_name_or_path") or config.get("model_type") or "model")))
 
+    def heads_of(self, kind: str) -> tuple[int, int]:
+        """(KV heads, head_dim) of the layers of that kind."""
+        if kind == FULL:
+            return self.full_kv_heads or self.num_kv_heads, self.full_head_dim or self.head_dim
+        return self.num_kv_heads, self.head_dim
+
     # --- Counting ---
 
     @property
@@ -236,7 +245,7 @@ class ModelSpec:
     def attention_parameters(self) -> int:
         """The projections around attention, all layers."""
         num_linear = self.layer_types.count(LINEAR)
-        total = (self.num_layers - num_linear) * self._one_attention()
+        total = sum(self.layer_types.count(kind) * self._one_attention(kind) for kind in (FULL, SLIDING))
         if self.linear is not None:
             values = self.linear.num_value_heads * self.linear.value_head_dim
             one = self.hidden_size * (self.linear.conv_channels + 2 * values + 2 * self.linear.num_value_heads)
@@ -256,7 +265,7 @@ class ModelSpec:
         one += self.hidden_size if experts.shared_gate else 0
         return experts.num_layers * one + (self.num_layers - experts.num_layers) * self.one_mlp(self.intermediate_size)
 
-    def _one_attention(self) -> int:
+    def _one_attention(self, kind: str) -> int:
         hidden = self.hidden_size
         if self.latent is not None:
             latent = self.latent
@@ -266,11 +275,13 @@ class ModelSpec:
             total += hidden * latent.cached_per_token + latent.kv_lora_rank
             total += latent.kv_lora_rank * self.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
             return total + self.num_heads * latent.v_head_dim * hidden
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        total = hidden * (q_size + 2 * kv_size) + q_size * hidden
-        total += (q_size + 2 * kv_size) if self.qkv_bias else 0
+        kv_heads, head_dim = self.heads_of(kind)
+        q_size = self.num_heads * head_dim
+        kv_size = kv_heads * head_dim * (1 if self.full_key_is_value and kind == FULL else 2)
+        total = hidden * (q_size + kv_size) + q_size * hidden
+        total += (q_size + kv_size) if self.qkv_bias else 0
         total += hidden if self.o_bias else 0
-        total += 2 * self.head_dim if self.qk_norm else 0
+        total += 2 * head_dim if self.qk_norm else 0
         total += hidden * q_size if self.output_gate else 0
         return total + (self.num_heads if self.attention_sinks else 0)
 
@@ -321,7 +332,8 @@ def _layer_types(config: Mapping[str, Any], num_layers: int, window: int | None)
     if window is None:
         return (FULL,) * num_layers
     # How many layers from one with full attention to the next; 0: none has it.
-    period = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4, "gpt_oss": 2}.get(str(model_type), 0)
+    periods = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "gemma4_text": 6, "cohere2": 4, "gpt_oss": 2}
+    period = periods.get(str(model_type), 0)
     if model_type in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):  # the first ones are full
         first = _whole(config, "max_window_layers", default=num_layers)
         return tuple(FULL if i < first else SLIDING for i in range(num_layers))
@@ -344,13 +356,14 @@ def _experts(config: Mapping[str, Any], num_layers: int, intermediate_size: int)
     expert_size = _whole(config, "moe_intermediate_size", default=intermediate_size)
     shared = _whole(config, "shared_expert_intermediate_size", default=0)
     shared += _whole(config, "n_shared_experts", default=0) * expert_size
+    shared += intermediate_size if config.get("enable_moe_block") else 0  # Gemma-4: a plain MLP beside the experts
     dense = _whole(config, "first_k_dense_replace", default=0)
     step = max(1, _whole(config, "decoder_sparse_step", "moe_layer_freq", default=1))
     only_mlp = config.get("mlp_only_layers") or []
     if not isinstance(only_mlp, list):
         raise ValueError(f"mlp_only_layers is {repr(only_mlp)[:80]}, expected a list of layer numbers")
     with_experts = [i for i in range(dense, num_layers) if (i + 1) % step == 0 and i not in only_mlp]
-    per_token = _whole(config, "num_experts_per_tok", "experts_per_token", default=2)
+    per_token = _whole(config, "num_experts_per_tok", "experts_per_token", "top_k_experts", default=2)
     if not 1 <= per_token <= num_experts:
         raise ValueError(f"num_experts_per_tok is {per_token}, expected 1 to {num_experts}, the number of experts")
     has_gate = str(config.get("model_type")) in _SHARED_GATE and shared > 0
@@ -418,8 +431,7 @@ def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
 
 # What changes the size of some layers' caches, in ways that are not modelled here. Better no number than a wrong one.
 _NOT_MODELLED = {
-    "global_head_dim": "layers with heads of two sizes (Gemma-4)",
-    "num_global_key_value_heads": "layers with heads of two sizes (Gemma-4)",
+    "hidden_size_per_layer_input": "an embedding for each layer (Gemma-4 E2B and E4B)",
     "swa_num_key_value_heads": "windowed layers with KV heads of their own",
     "hybrid_layer_pattern": "layers of two kinds",
     "hybrid_override_pattern": "layers of state-space models (Nemotron-H)",
@@ -428,7 +440,7 @@ _NOT_MODELLED = {
     "linear_attn_config": "layers of linear attention (Kimi)",
     "block_configs": "a width of its own for each layer (Nemotron-NAS)",
     "attention_chunk_size": "attention within chunks (Llama 4)",
-    "num_kv_shared_layers": "layers that share a cache (Gemma-3n)",
+    "num_kv_shared_layers": "layers that share a cache (Gemma-3n, Gemma-4 E2B and E4B)",
     "index_topk": "sparse attention with an index of its own (DeepSeek-V3.2)",
     "cross_attention_layers": "cross-attention",
 }
@@ -490,6 +502,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"norms_per_layer": 4, "tie_word_embeddings": True},
     "gemma3_text": {"norms_per_layer": 4, "qk_norm": True, "tie_word_embeddings": True},
     "gemma3": {"norms_per_layer": 4, "qk_norm": True, "tie_word_embeddings": True},
+    "gemma4_text": {"norms_per_layer": 4, "qk_norm": True, "tie_word_embeddings": True},
     "phi": {
         "gated_mlp": False, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "head_bias": True, "norm_bias": True,
         "norms_per_layer": 1,
@@ -506,6 +519,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 def _read(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     model_type = str(config.get("model_type", ""))
     family = _FAMILIES.get(model_type, {})
+    if config.get("enable_moe_block"):  # three norms more around the experts
+        family = {**family, "norms_per_layer": 7}
     config = {**_DEFAULTS.get(model_type, {}), **config}
     _check_modelled(config)
     hidden = _whole(config, "hidden_size", "n_embd", "d_model")
@@ -553,6 +568,9 @@ def _read(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "kv_quantization": _kv_quantization(config),
         "layer_types": layer_types,
         "sliding_window": window,
+        "full_kv_heads": _whole(config, "num_global_key_value_heads", default=0) or None,
+        "full_head_dim": _whole(config, "global_head_dim", default=0) or None,
+        "full_key_is_value": bool(config.get("attention_k_eq_v", False)),
         "latent": latent,
         "linear": _linear(config),
         "experts": _experts(config, num_layers, intermediate),

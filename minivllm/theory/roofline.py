@@ -286,17 +286,17 @@ def step_cost(
     read_weights = attention_weights + (spec.mlp_parameters - untouched) * narrow
     projections = Part(2 * (linear - idle) * num_tokens / tp, read_weights / tp)
 
-    one_token = kv_bytes_per_token_and_layer(spec, kv_dtype, tp)
-    num_full, num_sliding = spec.layer_types.count(FULL), spec.layer_types.count(SLIDING)
     window = spec.sliding_window or 0
-    pairs = sum(
-        num_full * visible_pairs(new, end) + num_sliding * visible_pairs(new, end, window) for new, end in chunks
-    )
-    read = sum(num_full * end + num_sliding * min(end, window - 1 + new) for new, end in chunks)
-    written = (num_full + num_sliding) * num_tokens
-    states = len(chunks) * spec.layer_types.count(LINEAR) * state_bytes_per_layer(spec, tp)
     is_decode = num_tokens == len(chunks)
-    attention = Part(pairs * flops_per_pair(spec, is_decode) / tp, (read + written) * one_token + 2 * states)
+    flops = moved = 0.0  # of attention, over all its layers
+    for kind in (FULL, SLIDING):
+        count, limit = spec.layer_types.count(kind), window if kind == SLIDING else None
+        pairs = sum(visible_pairs(new, end, limit) for new, end in chunks)
+        read = sum(end if limit is None else min(end, limit - 1 + new) for new, end in chunks)
+        flops += count * pairs * flops_per_pair(spec, is_decode, kind)
+        moved += count * (read + num_tokens) * kv_bytes_per_token_and_layer(spec, kv_dtype, tp, kind)
+    states = len(chunks) * spec.layer_types.count(LINEAR) * state_bytes_per_layer(spec, tp)
+    attention = Part(flops / tp, moved + 2 * states)
 
     head = spec.head_parameters
     lm_head = Part(2 * head * num_sampled / tp, head * wide / tp)
@@ -370,14 +370,14 @@ def visible_pairs(new: int, end: int, window: int | None = None) -> int:
     return (first + window - 1) * below // 2 + (new - below) * window
 
 
-def flops_per_pair(spec: ModelSpec, is_decode: bool) -> float:
+def flops_per_pair(spec: ModelSpec, is_decode: bool, kind: str = FULL) -> float:
     """Operations per (query, key) pair in one layer, all heads: q . k, and the value's weighted sum.
 
     Latent attention decodes on the compressed vectors themselves, which are longer than a head's keys; a prefill
     unpacks them first.
     """
     if spec.latent is None:
-        return 4 * spec.num_heads * spec.head_dim
+        return 4 * spec.num_heads * spec.heads_of(kind)[1]
     if is_decode:
         return 2 * spec.num_heads * (spec.latent.cached_per_token + spec.latent.kv_lora_rank)
     return 2 * spec.num_heads * (spec.latent.qk_nope_head_dim + spec.latent.qk_rope_head_dim + spec.latent.v_head_dim)

@@ -97,8 +97,9 @@ def _why_not_tp(spec: ModelSpec, tp: int) -> str:
     """What keeps `tp` GPUs from sharing the heads; empty if nothing does."""
     if spec.num_heads % tp:
         return f"{spec.num_heads} attention heads, which {tp} GPUs cannot share evenly"
-    if spec.latent is None and spec.num_kv_heads % tp and tp % spec.num_kv_heads:
-        return f"{spec.num_kv_heads} KV heads: tp must divide them or be a multiple of them, and {tp} is neither"
+    for heads in sorted({spec.heads_of(kind)[0] for kind in (FULL, SLIDING)}, reverse=True):
+        if spec.latent is None and heads % tp and tp % heads:
+            return f"{heads} KV heads: tp must divide them or be a multiple of them, and {tp} is neither"
     if spec.linear is not None and (spec.linear.num_key_heads % tp or spec.linear.num_value_heads % tp):
         heads = f"{spec.linear.num_key_heads} key and {spec.linear.num_value_heads} value heads of linear attention"
         return f"{heads}, which {tp} GPUs cannot share evenly"
@@ -114,9 +115,9 @@ def check_context(spec: ModelSpec, context: int) -> None:
         )
 
 
-def kv_heads_per_gpu(spec: ModelSpec, tp: int = 1) -> int:
+def kv_heads_per_gpu(spec: ModelSpec, tp: int = 1, kind: str = FULL) -> int:
     """Heads are shared out, and replicated once there are more GPUs than heads."""
-    return max(1, spec.num_kv_heads // tp)
+    return max(1, spec.heads_of(kind)[0] // tp)
 
 
 def pipeline_stages(spec: ModelSpec, pp: int) -> list[list[str]]:
@@ -131,8 +132,17 @@ def pipeline_stages(spec: ModelSpec, pp: int) -> list[list[str]]:
 # --- The KV cache --------------------------------------------------------------------------------------------------
 
 
-def kv_bytes_per_token_and_layer(spec: ModelSpec, kv_dtype: str = "auto", tp: int = 1) -> Quantity:
-    """Bytes that one attention layer caches for one token, on one GPU."""
+def kv_bytes_per_token_and_layer(
+    spec: ModelSpec, kv_dtype: str = "auto", tp: int = 1, kind: str | None = None
+) -> Quantity:
+    """Bytes that one attention layer caches for one token, on one GPU.
+
+    `kind` is that of the layer; it need not be given where all layers with attention have the same heads.
+    """
+    if kind is None:
+        kind = SLIDING if FULL not in spec.layer_types else FULL
+        if has_two_shapes(spec):
+            raise ValueError(f"{spec.name} has layers of two shapes: say which, {FULL} or {SLIDING}")
     check_parallel(spec, tp)
     dtype = kv_dtype_named(kv_dtype, spec)
     if spec.latent is not None:
@@ -149,15 +159,20 @@ def kv_bytes_per_token_and_layer(spec: ModelSpec, kv_dtype: str = "auto", tp: in
                 "bytes_per_element": element,
             },
         )
-    heads = kv_heads_per_gpu(spec, tp)
-    element = dtype.bytes_per_vector(spec.head_dim) / spec.head_dim
+    heads, head_dim = kv_heads_per_gpu(spec, tp, kind), spec.heads_of(kind)[1]
+    element = dtype.bytes_per_vector(head_dim) / head_dim
     return Quantity(
-        2 * heads * dtype.bytes_per_vector(spec.head_dim),
+        2 * heads * dtype.bytes_per_vector(head_dim),
         "B",
         "KV cache of a token in a layer",
         "2 * KV_heads * head_dim * bytes_per_element",
-        {"KV_heads": heads, "head_dim": spec.head_dim, "bytes_per_element": element},
+        {"KV_heads": heads, "head_dim": head_dim, "bytes_per_element": element},
     )
+
+
+def has_two_shapes(spec: ModelSpec) -> bool:
+    """Whether layers with full attention have other KV heads than the windowed ones beside them (Gemma-4)."""
+    return {FULL, SLIDING} <= set(spec.layer_types) and spec.heads_of(FULL) != spec.heads_of(SLIDING)
 
 
 def kv_bytes_per_token(
@@ -170,6 +185,16 @@ def kv_bytes_per_token(
     """
     check_parallel(spec, tp, pp)
     kinds = (FULL,) if beyond_window else (FULL, SLIDING)
+    if has_two_shapes(spec):
+        full, windowed = (kv_bytes_per_token_and_layer(spec, kv_dtype, tp, kind) for kind in (FULL, SLIDING))
+        windowed = 0 if beyond_window else windowed
+        stage = max(pipeline_stages(spec, pp), key=lambda s: s.count(FULL) * full + s.count(SLIDING) * windowed)
+        return Quantity(
+            stage.count(FULL) * full + stage.count(SLIDING) * windowed, "B", "KV cache of a token",
+            "full_layers * bytes_in_a_full_layer + windowed_layers * bytes_in_a_windowed_layer",
+            {"full_layers": stage.count(FULL), "bytes_in_a_full_layer": full,
+             "windowed_layers": stage.count(SLIDING), "bytes_in_a_windowed_layer": windowed},
+        )  # fmt: skip
     count = max(sum(layer in kinds for layer in stage) for stage in pipeline_stages(spec, pp))
     one = kv_bytes_per_token_and_layer(spec, kv_dtype, tp)
     terms = {"layers": count, **one.terms}
@@ -200,20 +225,22 @@ def kv_bytes_per_request(
     """
     require_int("num_tokens", num_tokens, 0)
     check_parallel(spec, tp, pp)
-    one = kv_bytes_per_token_and_layer(spec, kv_dtype, tp)
+    one = kv_bytes_per_token_and_layer(spec, kv_dtype, tp, FULL)
     in_window = min(num_tokens, spec.sliding_window or 0)
+    windowed = kv_bytes_per_token_and_layer(spec, kv_dtype, tp, SLIDING)
     state = state_bytes_per_layer(spec, tp)
 
     def need(layers: list[str]) -> float:
-        tokens = layers.count(FULL) * num_tokens + layers.count(SLIDING) * in_window
-        return tokens * one + layers.count(LINEAR) * state
+        tokens = layers.count(FULL) * num_tokens * one + layers.count(SLIDING) * in_window * windowed
+        return tokens + layers.count(LINEAR) * state
 
     layers = max(pipeline_stages(spec, pp), key=need)
     formula = "layers * tokens * bytes_per_token_and_layer"
     terms = {"layers": layers.count(FULL), "tokens": num_tokens, "bytes_per_token_and_layer": one}
     if SLIDING in layers:
-        formula += " + windowed_layers * tokens_in_window * bytes_per_token_and_layer"
-        terms |= {"windowed_layers": layers.count(SLIDING), "tokens_in_window": in_window}
+        size = "bytes_per_token_and_windowed_layer" if has_two_shapes(spec) else "bytes_per_token_and_layer"
+        formula += f" + windowed_layers * tokens_in_window * {size}"
+        terms |= {"windowed_layers": layers.count(SLIDING), "tokens_in_window": in_window, size: windowed}
     if LINEAR in layers:
         formula += " + linear_layers * state_of_a_layer"
         terms |= {"linear_layers": layers.count(LINEAR), "state_of_a_layer": Quantity(state, "B", "state of a layer")}

@@ -34,7 +34,7 @@ def random_scenario(seed: int) -> dict:
     num_layers = rng.randrange(4, 70)
     layers = [kinds[0] if len(kinds) == 1 or (i + 1) % period == 0 else kinds[1] for i in range(num_layers)]
     pp = rng.choice([1, 1, 1, 2, 3])
-    return {
+    scenario = {
         "seed": seed,
         "layers": layers,
         "pp": pp if num_layers >= pp else 1,
@@ -48,6 +48,10 @@ def random_scenario(seed: int) -> dict:
         "async_scheduling": rng.random() < 0.5,
         "budget_bytes": int(10 ** rng.uniform(8, 10.8)),
     }
+    # Layers with full attention may have heads of their own, as in Gemma-4.
+    own = rng.choice([None, (1, 64), (2, 128), (4, 128), (4, 64), (8, 192)]) if len(set(layers)) > 1 else None
+    own = None if "linear" in layers else own
+    return scenario | {"full_heads": own}
 
 
 def stages(layers: list[str], pp: int) -> list[list[int]]:
@@ -66,6 +70,8 @@ def spec_of(kind: str, scenario: dict, block_size: int) -> FullAttentionSpec | S
         "head_size": HEAD_SIZE,
         "dtype": DTYPES[scenario["kv_dtype"]],
     }
+    if kind == "full" and scenario["full_heads"] is not None:
+        common |= dict(zip(("num_kv_heads", "head_size"), scenario["full_heads"], strict=True))
     if kind == "full":
         return FullAttentionSpec(**common)
     if kind == "sliding":

@@ -25,6 +25,8 @@ def model(row):
             "num_key_value_heads": row["num_kv_heads"],
             "head_dim": 64,
             "vocab_size": 10,
+            "num_global_key_value_heads": (row["full_heads"] or [None, None])[0],
+            "global_head_dim": (row["full_heads"] or [None, None])[1],
             "layer_types": [KINDS[kind] for kind in row["layers"]],
             "sliding_window": row["sliding_window"],
             "linear_num_key_heads": 1,
@@ -43,6 +45,7 @@ def test_same_plan(row):
     layout = kv_layout(model(row), row["kv_dtype"], pp=row["pp"], block_size=row["block_size"])
     num_blocks = layout.num_blocks(row["budget_bytes"])
     assert layout.block_size == row["block_size_used"]
+    assert len(set(layout.block_sizes.values())) == 1 or row["full_heads"]
     assert (layout.blocks_per_request(length, in_flight) > num_blocks - 1) == row["refused"]
     if not row["refused"]:
         concurrency = layout.max_concurrency(num_blocks, length, in_flight)
@@ -56,6 +59,7 @@ def test_same_plan(row):
 
 def test_the_file_has_every_kind():
     assert len(ROWS) == 300 and sum(row["refused"] for row in ROWS) > 30
+    assert sum(row["full_heads"] is not None for row in ROWS) > 50
     assert {frozenset(row["layers"]) for row in ROWS} == {
         frozenset(kinds) for kinds in (["full"], ["sliding"], ["full", "sliding"], ["full", "linear"])
     }

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from minivllm.theory import ModelSpec, catalog, find_device, find_model, list_devices, list_models, roofline
 from minivllm.theory.sizing import kv_bytes_per_token
@@ -98,6 +99,20 @@ def test_rates():
         find_device("a100-80gb-sxm").flop_s("fp8")
 
 
+@pytest.mark.parametrize("name", ["gemma-4-31b", "gemma-4-26b-a4b"])
+def test_gemma_4_counted_by_transformers(name):
+    """An independent count; ours leaves out the router's scales of the mixture."""
+    transformers = pytest.importorskip("transformers")
+    row = next(row for row in catalog._rows("models.json") if row["name"] == name)
+    own_default = {"hidden_size_per_layer_input": 0}  # a table per layer, which only the small models have
+    with torch.device("meta"):
+        model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**row["config"], **own_default))
+    found = sum(parameter.numel() for parameter in model.parameters())
+    spec = find_model(name)
+    scales = 0 if spec.experts is None else spec.num_layers * (spec.hidden_size + spec.experts.num_experts)
+    assert spec.parameters + scales == found
+
+
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -126,7 +141,7 @@ class TestFromConfig:
             *(
                 ({key: value}, f"the config has {key}: .*, which this calculator does not model")
                 for key, value in (
-                    ("global_head_dim", 512),
+                    ("hidden_size_per_layer_input", 256),
                     ("hybrid_override_pattern", "M-M*"),
                     ("attn_type_list", [0, 1]),
                     ("linear_attn_config", {"full_attn_layers": [1]}),

@@ -108,6 +108,11 @@ class TestSize:
         _, out, _ = run(capsys, *SIZE, "--explain")
         assert "= 2 * 28 * 4 * 128 * 2" in out and "KV budget = memory * utilization - weights" in out
 
+    def test_two_shapes(self, capsys):
+        _, out, _ = run(capsys, "size", "--model", "gemma-4-31b", "--gpu", "h200", "--context", "32768")
+        assert "16 KV heads of 256 (4 of 512 where attention is full)" in out
+        assert "of 16 or 32 tokens, for groups of layers: 1 full, 5 sliding" in out
+
     def test_windows(self, capsys):
         """Tokens as vLLM logs them: concurrency x context, whatever the layers keep."""
         arguments = ["size", "--model", "gemma-3-27b", "--gpu", "h200", "--context", "32768"]

@@ -197,6 +197,18 @@ def test_quiz(capsys):
     assert "=" in capsys.readouterr().out
 
 
+class NoTruth:
+    """Compares like an array of two: to no single truth."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        return self
+
+    def __bool__(self):
+        raise ValueError("the truth value is ambiguous")
+
+
 def test_what_is_no_answer_is_no_try(capsys):
     quiz = drills.Quiz(count=2, seed=5, topic="sizing")
     quiz.answer(3, 1)
@@ -205,11 +217,13 @@ def test_what_is_no_answer_is_no_try(capsys):
     quiz.answer(1, None)
     quiz.answer(1, "much")
     quiz.answer(1, [1])
+    quiz.answer(1, "  ")
+    quiz.answer(1, NoTruth())
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "? question 3 does not exist: there are 2, counted from 1"
     assert lines[1] == "? question 0 does not exist: there are 2, counted from 1"
-    assert lines[2:4] == ["question 1 is not answered yet"] * 2
-    assert [line[0] for line in lines[4:]] == ["?", "?"]
+    assert lines[2:4] + lines[6:7] == ["question 1 is not answered yet"] * 3
+    assert [line[0] for line in lines[4:6] + lines[7:]] == ["?", "?", "?"]
     assert quiz.score() == "0 of 2 right at the first try, 0 tried"
 
 
@@ -225,3 +239,19 @@ def test_a_conversion_asks_for_its_unit():
 def test_a_fraction_is_told_from_percent():
     drill = drills.make(drills.repeated_work, 1)
     assert drill.check(drill.answer / 100).message == "that is a fraction; percent is asked for"
+
+
+@pytest.mark.parametrize(
+    ("maker", "factor", "said"),
+    [
+        (drills.kv_per_token, 0.5, "without the 2 bytes per number"),
+        (drills.kv_per_request, 0.5, "without the 2 bytes per number"),
+        (drills.kv_on_two_gpus, 0.5, "without the factor 2"),
+        (drills.batch_at_ridge, 2, "with the rate of 8-bit products"),
+        (drills.ridge, 2, "or the FP8 rate"),
+    ],
+)
+def test_mistakes_that_give_the_same_value_are_named_together(maker, factor, said):
+    for seed in SEEDS:
+        drill = make(maker, seed)
+        assert said in drill.check(in_asked_unit(drill) * factor).message

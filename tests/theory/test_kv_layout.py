@@ -80,6 +80,21 @@ def test_a_state_makes_the_block_longer():
     assert page / state - 1 == pytest.approx(0.0076, abs=5e-5)  # "Padding mamba page size by 0.76%"
 
 
+def test_layers_of_two_shapes():
+    """Gemma-4-31B on an L40S, a log of vLLM 0.23 (giantswarm/model-manager#149): what one request needs, and with
+    7.25 GiB of cache "the estimated maximum model length is 8624"."""
+    gemma = find_model("gemma-4-31b")
+    layout = kv_layout(gemma)
+    assert layout.block_sizes == {"full_attention": 32, "sliding_attention": 16}
+    needs = {65_536: 12.04, 32_768: 9.54, 8_192: 6.89}
+    for context, gib in needs.items():
+        assert layout.bytes_per_request(context, 8192) / GIB == pytest.approx(gib, abs=0.005)
+    least, most = (layout.longest_request(layout.num_blocks(gib * GIB) - 1, 262_144, 8192) for gib in (7.245, 7.255))
+    assert least <= 8624 <= most
+    assert kv_layout(gemma, tp=8).block_sizes == {"full_attention": 16, "sliding_attention": 16}  # 1 x 512, 2 x 256
+    assert kv_layout(gemma, tp=16).block_sizes == {"full_attention": 16, "sliding_attention": 32}
+
+
 def test_stages_take_the_widest_group():
     """Gemma-3-27B on three stages: 21, 21 and 20 layers, 18 of the first with windows in 6 groups."""
     layout = kv_layout(find_model("gemma-3-27b"), pp=3)

@@ -295,11 +295,11 @@ class TestPublishedSizes:
         """B22, vllm#54705 (its table): six groups of convolutions, kept as windows of 4 tokens in blocks of 4 and in 16
         bits, set the size of a block; so fp8 puts 64 tokens of attention into it instead of 32."""
         one_block = Quantity(7 * 32 * 2**10, "B", "bytes of a block")
-        convolutions = KVLayout(4, one_block, {"sliding_attention": 6}, sliding_window=4)
+        convolutions = KVLayout({"sliding_attention": 4}, one_block, {"sliding_attention": 6}, sliding_window=4)
 
         def blocks(block_size):
             attention = {"full_attention": 1, "sliding_attention": 5}
-            layers = KVLayout(block_size, one_block, attention, sliding_window=512)
+            layers = KVLayout(dict.fromkeys(attention, block_size), one_block, attention, sliding_window=512)
             return sum(part.blocks_per_request(max_model_len, 2 * batched) for part in (layers, convolutions))
 
         assert blocks(32) / blocks(64) - 1 == pytest.approx(gain, abs=0.0005)

@@ -137,6 +137,14 @@ class TestTime:
             roofline.step_time(roofline.decode_step(QWEN, 1, 10), 0, BYTES_S)
 
 
+def test_layers_of_two_shapes():
+    """Gemma-4-31B: heads of 512 where attention is full, of 256 within windows."""
+    gemma = find_model("gemma-4-31b")
+    attention = roofline.decode_step(gemma, 1, 10_000).parts["attention"]
+    assert attention.flops == 4 * 32 * (10 * 512 * 10_000 + 50 * 256 * 1024)
+    assert attention.bytes == 10 * 8192 * 10_001 + 50 * 16_384 * 1025
+
+
 @pytest.mark.parametrize(
     "call",
     [

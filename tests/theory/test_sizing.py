@@ -38,9 +38,9 @@ class TestKVCache:
         assert alone / tp <= shared <= alone
         if model.latent is not None:
             assert shared == alone
-        elif tp <= model.num_kv_heads:
+        elif tp <= min(heads for heads, _ in map(model.heads_of, set(model.layer_types))):
             assert shared * tp == alone
-        else:
+        elif not sizing.has_two_shapes(model):
             assert shared * model.num_kv_heads == alone  # one head each, replicated
 
     @given(models, st.integers(1, 8))
@@ -82,6 +82,20 @@ class TestKVCache:
         assert (gemma.layer_types.count("full_attention"), gemma.layer_types.count("sliding_attention")) == (10, 52)
         one = sizing.kv_bytes_per_token_and_layer(gemma)
         assert sizing.kv_bytes_per_request(gemma, 32768) == (10 * 32768 + 52 * 1024) * one
+
+    def test_layers_of_two_shapes(self):
+        """Gemma-4-31B: 10 full layers of 4 heads of 512, 50 windowed ones of 16 heads of 256."""
+        gemma = find_model("gemma-4-31b")
+        full, windowed = 2 * 4 * 512 * 2, 2 * 16 * 256 * 2
+        assert sizing.kv_bytes_per_token(gemma) == 10 * full + 50 * windowed == 901_120
+        assert sizing.kv_bytes_per_token(gemma, beyond_window=True) == 10 * full
+        assert sizing.kv_bytes_per_token(gemma, tp=8) == 10 * full / 4 + 50 * windowed / 8
+        assert sizing.kv_bytes_per_request(gemma, 10_000) == 10 * full * 10_000 + 50 * windowed * 1024
+        first, second = sizing.pipeline_stages(gemma, 2)
+        assert first.count("full_attention") == second.count("full_attention") == 5
+        assert sizing.kv_bytes_per_token(gemma, pp=2) == 5 * full + 25 * windowed
+        with pytest.raises(ValueError, match="layers of two shapes: say which, full_attention or sliding_attention"):
+            sizing.kv_bytes_per_token_and_layer(gemma)
 
     def test_linear_attention_is_a_fixed_part(self):
         """Qwen3-Next: 3 of 4 layers keep a matrix per head instead of tokens."""

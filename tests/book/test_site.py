@@ -24,8 +24,12 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128  # a page asks for dozens of files at once; five may wait by default
+
+
 def serve(folder):
-    server = ThreadingHTTPServer((browser.HOST, 0), partial(Quiet, directory=str(folder)))
+    server = Server((browser.HOST, 0), partial(Quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server, f"http://{browser.HOST}:{server.server_port}"
 

@@ -70,6 +70,7 @@ def chromium(folder: str, width: int = 1200) -> Iterator[webdriver.Chrome]:
     driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     driver.set_page_load_timeout(60)
     driver.set_script_timeout(60)
+    driver.get("about:blank")  # or the new-tab page goes on loading, and complaining, behind the first test
     try:
         yield driver
     finally:

@@ -26,13 +26,13 @@ from minivllm.theory.roofline import (
     step_time,
 )
 from minivllm.theory.sizing import (
+    KV_DTYPES,
     WEIGHT_BITS,
     check_context,
     checkpoint_bytes,
-    has_two_shapes,
     kv_bytes_per_request,
     kv_bytes_per_token,
-    kv_dtype_named,
+    kv_dtype_name,
     pipeline_stages,
     state_bytes_per_layer,
     weight_bytes,
@@ -234,13 +234,12 @@ def _weight_dtype(plan: Plan) -> str:
 
 
 def _kv_dtype(plan: Plan) -> str:
-    own = plan.spec.kv_quantization or plan.spec.dtype
-    return own if plan.settings.kv_dtype == "auto" else full_dtype(plan.settings.kv_dtype)
+    return kv_dtype_name(plan.settings.kv_dtype, plan.spec)
 
 
 def _scales(plan: Plan) -> str:
     """What quantised caches store besides their elements."""
-    dtype = kv_dtype_named(plan.settings.kv_dtype, plan.spec)
+    dtype = KV_DTYPES[_kv_dtype(plan)]
     if not dtype.scale_bytes:
         return ""
     group = f"{dtype.group} elements" if dtype.group else "token and head"
@@ -264,7 +263,7 @@ def _kv_heads(spec: ModelSpec) -> str:
     if spec.latent is not None:
         return f"one latent of {spec.latent.cached_per_token} elements"
     heads = f"{spec.num_kv_heads} KV heads of {spec.head_dim}"
-    if has_two_shapes(spec):
+    if spec.has_two_shapes:
         number, size = spec.heads_of(FULL)
         heads += f" ({number} of {size} where attention is full)"
     return heads

@@ -193,6 +193,11 @@ class ModelSpec:
             return self.full_kv_heads or self.num_kv_heads, self.full_head_dim or self.head_dim
         return self.num_kv_heads, self.head_dim
 
+    @property
+    def has_two_shapes(self) -> bool:
+        """Whether layers with full attention have other KV heads than the windowed ones beside them (Gemma-4)."""
+        return {FULL, SLIDING} <= set(self.layer_types) and self.heads_of(FULL) != self.heads_of(SLIDING)
+
     # --- Counting ---
 
     @property

@@ -66,13 +66,13 @@ class NoRoom(ValueError):
     """The weights and what else must be in memory leave nothing for the KV cache."""
 
 
-def kv_dtype_named(name: str, spec: ModelSpec) -> KVDtype:
-    """The dtype of that name; "auto" is the model's own. ValueError lists the names."""
+def kv_dtype_name(name: str, spec: ModelSpec) -> str:
+    """The name in full, a key of KV_DTYPES; "auto" is the model's own. ValueError lists the names."""
     own = (spec.kv_quantization or spec.dtype) if name == "auto" else name
     key = full_dtype(own)
     if key not in KV_DTYPES:
         raise ValueError(f"KV dtype {own!r} is unknown; known: auto, {', '.join(KV_DTYPES)}")
-    return KV_DTYPES[key]
+    return key
 
 
 # Bytes of the smallest thing that can be a model's weights.
@@ -141,10 +141,10 @@ def kv_bytes_per_token_and_layer(
     """
     if kind is None:
         kind = SLIDING if FULL not in spec.layer_types else FULL
-        if has_two_shapes(spec):
+        if spec.has_two_shapes:
             raise ValueError(f"{spec.name} has layers of two shapes: say which, {FULL} or {SLIDING}")
     check_parallel(spec, tp)
-    dtype = kv_dtype_named(kv_dtype, spec)
+    dtype = KV_DTYPES[kv_dtype_name(kv_dtype, spec)]
     if spec.latent is not None:
         size = spec.latent.cached_per_token
         element = dtype.bytes_per_vector(size) / size
@@ -170,11 +170,6 @@ def kv_bytes_per_token_and_layer(
     )
 
 
-def has_two_shapes(spec: ModelSpec) -> bool:
-    """Whether layers with full attention have other KV heads than the windowed ones beside them (Gemma-4)."""
-    return {FULL, SLIDING} <= set(spec.layer_types) and spec.heads_of(FULL) != spec.heads_of(SLIDING)
-
-
 def kv_bytes_per_token(
     spec: ModelSpec, kv_dtype: str = "auto", tp: int = 1, pp: int = 1, *, beyond_window: bool = False
 ) -> Quantity:
@@ -185,7 +180,7 @@ def kv_bytes_per_token(
     """
     check_parallel(spec, tp, pp)
     kinds = (FULL,) if beyond_window else (FULL, SLIDING)
-    if has_two_shapes(spec):
+    if spec.has_two_shapes:
         full, windowed = (kv_bytes_per_token_and_layer(spec, kv_dtype, tp, kind) for kind in (FULL, SLIDING))
         windowed = 0 if beyond_window else windowed
         stage = max(pipeline_stages(spec, pp), key=lambda s: s.count(FULL) * full + s.count(SLIDING) * windowed)
@@ -238,7 +233,7 @@ def kv_bytes_per_request(
     formula = "layers * tokens * bytes_per_token_and_layer"
     terms = {"layers": layers.count(FULL), "tokens": num_tokens, "bytes_per_token_and_layer": one}
     if SLIDING in layers:
-        size = "bytes_per_token_and_windowed_layer" if has_two_shapes(spec) else "bytes_per_token_and_layer"
+        size = "bytes_per_token_and_windowed_layer" if spec.has_two_shapes else "bytes_per_token_and_layer"
         formula += f" + windowed_layers * tokens_in_window * {size}"
         terms |= {"windowed_layers": layers.count(SLIDING), "tokens_in_window": in_window, size: windowed}
     if LINEAR in layers:

@@ -40,7 +40,7 @@ class TestKVCache:
             assert shared == alone
         elif tp <= min(heads for heads, _ in map(model.heads_of, set(model.layer_types))):
             assert shared * tp == alone
-        elif not sizing.has_two_shapes(model):
+        elif not model.has_two_shapes:
             assert shared * model.num_kv_heads == alone  # one head each, replicated
 
     @given(models, st.integers(1, 8))

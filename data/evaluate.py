@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from data.corpus import END_OF_TEXT, held_out_recall
 from data.train import CONTEXT, STAGES, TINY, Stage, batched_attention, forward, make_batch
+from minivllm.loading.weights import load_model
 from minivllm.models.gpt2 import GPT2
-from minivllm.models.weights import load_model
 
 DISTANCES = (25, 50, 100, 200, 300, 450, 600, 750, 900)
 PROMPTS = (

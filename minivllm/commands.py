@@ -15,7 +15,7 @@ from minivllm.theory.catalog import Device, find_device, find_model, list_device
 from minivllm.theory.drills import TOPICS, draw, play
 from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec, full_dtype
 from minivllm.theory.plan import Plan, Settings, as_served, make_plan
-from minivllm.theory.quantity import GIB, Quantity, format_bytes
+from minivllm.theory.quantity import Quantity, format_bytes
 from minivllm.theory.roofline import (
     Step,
     critical_batch,
@@ -39,6 +39,7 @@ from minivllm.theory.sizing import (
     weight_format,
 )
 from minivllm.theory.ways_out import ways_out
+from minivllm.units import GIB
 
 LARGEST = 10**9  # of any number on the command line
 

@@ -5,57 +5,12 @@ Names and defaults are those of vLLM 0.30.0. Standard library only.
 
 from __future__ import annotations
 
-import math
-import numbers
 from dataclasses import dataclass
 
+from minivllm.checks import is_finite, require_bool, require_int
+from minivllm.units import cdiv
+
 POLICIES = ("fcfs", "priority")
-
-
-def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
-
-
-def is_whole(value: object) -> bool:
-    """Whether `value` is a whole number; numpy's count, True and False do not."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def is_finite(value: object) -> bool:
-    """Whether `value` is a finite number; numpy's count, True and False do not."""
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond what a float holds
-        return False
-
-
-def require_int(name: str, value: object, minimum: int) -> None:
-    """Raise ValueError unless `value` is a whole number of at least `minimum`."""
-    if not is_whole(value) or value < minimum:
-        raise ValueError(f"{name} must be a whole number of at least {minimum}, got {value!r}.")
-
-
-def require_bool(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is True or False: "no" would count as true."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}.")
-
-
-def default_batch_limits(memory_bytes: float, device_name: str, *, server: bool) -> tuple[int, int]:
-    """(max_num_batched_tokens, max_num_seqs) that vLLM 0.30.0 starts with on an accelerator: `vllm serve` if `server`,
-    otherwise its offline LLM class (engine/arg_utils.py, get_batch_defaults)."""
-    name = device_name.lower()
-    if memory_bytes >= 160 * 2**30:
-        tokens, seqs = (16384, 16384), 1024
-    elif memory_bytes >= 70 * 2**30 and "a100" not in name:
-        tokens, seqs = (16384, 8192), 1024
-    else:
-        tokens, seqs = (8192, 2048), 256
-    tokens = {"tpu-v5e": (1024, 512), "tpu-v5p": (512, 256), "tpu-v6e": (2048, 1024)}.get(name, tokens)
-    return tokens[server], seqs
 
 
 @dataclass(frozen=True)

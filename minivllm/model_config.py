@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minivllm.config import is_finite, is_whole, require_int
+from minivllm.checks import is_finite, is_whole, require_int
 from minivllm.sampling_params import SamplingParams
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from minivllm.config import is_finite, is_whole, require_bool
+from minivllm.checks import is_finite, is_whole, require_bool
 
 # vLLM treats smaller temperatures as greedy, and lifts those just above it: logits divided by less overflow.
 GREEDY_BELOW = 1e-5

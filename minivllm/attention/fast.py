@@ -2,7 +2,7 @@
 
 A prefill chunk has much to compute per key, so its pages are gathered and a dense attention runs over them. A decode
 has one query per request, reads every key and value for it, and computes next to nothing: there a copy of the pages
-would cost more than the attention. See `cpu_decode` for how it goes without.
+would cost more than the attention. See `paged_decode` for how it goes without.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.attention import cpu_decode
 from minivllm.attention.metadata import AttentionMetadata
+from minivllm.cpu import paged_decode
 
 
 def paged_attention(query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -38,7 +38,7 @@ class _Plan:
 
     chunks: list[_PrefillChunk]
     decode_rows: Tensor | None  # rows of the batch, where it is not the whole batch
-    decode: cpu_decode.Decode | _GatheredDecode | None
+    decode: paged_decode.Decode | _GatheredDecode | None
 
     @classmethod
     def make(cls, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> _Plan:
@@ -56,7 +56,7 @@ class _Plan:
         if chunks:
             tables, lens = tables[decodes], [seq_lens[r] for r in decodes]
             rows = torch.tensor([starts[r] for r in decodes], device=query.device)
-        kind = cpu_decode.Decode if cpu_decode.can_run(query, kv_cache) else _GatheredDecode
+        kind = paged_decode.Decode if paged_decode.can_run(query, kv_cache) else _GatheredDecode
         return cls(chunks, rows, kind(tables, lens, query.shape[1], kv_cache.shape))
 
 
@@ -89,7 +89,7 @@ class _PrefillChunk:
 
 
 class _GatheredDecode:
-    """Decodes where `cpu_decode` cannot run (on a GPU, in another dtype than float32): the tables are gathered side by
+    """Decodes where `paged_decode` cannot run (a GPU, another dtype than float32): the tables are gathered side by
     side, the tails masked."""
 
     def __init__(self, block_tables: Tensor, seq_lens: list[int], num_heads: int, cache_shape: torch.Size) -> None:

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from minivllm.config import SchedulerConfig, is_finite, is_whole
+from minivllm.checks import is_finite, is_whole
+from minivllm.config import SchedulerConfig
 from minivllm.model_config import GenerationConfig
 from minivllm.request import Request
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from minivllm.models.tokenizer import Tokenizer
+    from minivllm.loading.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 

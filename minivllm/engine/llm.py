@@ -11,17 +11,18 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-from minivllm.config import CacheConfig, SchedulerConfig, is_finite, is_whole, require_bool, require_int
+from minivllm.checks import is_finite, is_whole, require_bool, require_int
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.events import EventLog
 from minivllm.core.scheduler import Scheduler
+from minivllm.cpu.packed_linear import pack_weights
+from minivllm.cpu.traced import trace_pieces
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.executor import memory
 from minivllm.executor.torch_executor import TorchExecutor
-from minivllm.models.packed_linear import pack_weights
-from minivllm.models.traced import trace_pieces
-from minivllm.models.weights import LoadedModel, load_model
+from minivllm.loading.weights import LoadedModel, load_model
 from minivllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)

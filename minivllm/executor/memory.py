@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from minivllm.config import CacheConfig, cdiv, default_batch_limits
+from minivllm.config import CacheConfig
+from minivllm.loading.weights import total_memory
 from minivllm.model_config import ModelConfig
-from minivllm.models.weights import total_memory
+from minivllm.theory.defaults import default_batch_limits
+from minivllm.units import GIB, cdiv
 
-GIB = 2**30
 DEFAULT_CPU_KV_BYTES = 1 * GIB
 
 

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm import host_memory
 from minivllm.attention import AttentionMetadata, get_backend, write_kv
-from minivllm.config import cdiv
 from minivllm.core.scheduler import SchedulerOutput
+from minivllm.cpu import host_memory
 from minivllm.executor.base import ModelOutput, PositionLogprobs
 from minivllm.executor.sampler import sample, top_logprobs
 from minivllm.model_config import ModelConfig
 from minivllm.request import Request
+from minivllm.units import cdiv
 
 # Rows of logits that are in memory at once when a whole prompt's are wanted: 256 x 50,000 x 4 bytes = 51 MB.
 LOGITS_CHUNK = 256

@@ -8,6 +8,7 @@ What they return is a `Quantity`: a number that can say how it came about.
 
 from minivllm.theory.catalog import Device, find_device, find_model, list_devices, list_models
 from minivllm.theory.model_spec import ModelSpec
-from minivllm.theory.quantity import GB, GIB, Quantity
+from minivllm.theory.quantity import Quantity
+from minivllm.units import GB, GIB
 
 __all__ = ["GB", "GIB", "Device", "ModelSpec", "Quantity", "find_device", "find_model", "list_devices", "list_models"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.theory.model_spec import ModelSpec, full_dtype
-from minivllm.theory.quantity import GB, GIB
+from minivllm.units import GB, GIB
 
 DATA = Path(__file__).parents[2] / "data"
 

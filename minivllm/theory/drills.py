@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from minivllm.theory import roofline, sizing
 from minivllm.theory.catalog import find_device, find_model
 from minivllm.theory.model_spec import ModelSpec
-from minivllm.theory.quantity import GB, GIB, Quantity, format_number
+from minivllm.theory.quantity import Quantity, format_number
+from minivllm.units import GB, GIB
 
 # What may be typed after a number, and how much of the base unit it is.
 UNITS: dict[str, dict[str, float]] = {

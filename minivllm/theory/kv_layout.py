@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minivllm.config import cdiv, require_int
+from minivllm.checks import require_int
 from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec
 from minivllm.theory.quantity import Quantity
 from minivllm.theory.sizing import kv_bytes_per_token_and_layer, pipeline_stages, state_bytes_per_layer
+from minivllm.units import cdiv
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minivllm.config import require_int
+from minivllm.checks import require_int
 from minivllm.theory.quantity import Quantity
 
 DTYPES = ("float32", "float16", "bfloat16")

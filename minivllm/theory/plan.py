@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from minivllm.config import default_batch_limits, require_int
+from minivllm.checks import require_int
 from minivllm.theory.catalog import Device
+from minivllm.theory.defaults import default_batch_limits
 from minivllm.theory.kv_layout import KVLayout, kv_layout
 from minivllm.theory.model_spec import ModelSpec
-from minivllm.theory.quantity import GIB, Quantity
+from minivllm.theory.quantity import Quantity
 from minivllm.theory.sizing import (
     NoRoom,
     activation_bytes,
@@ -19,6 +20,7 @@ from minivllm.theory.sizing import (
     possible_tp,
     weight_bytes,
 )
+from minivllm.units import GIB
 
 # Assumed for what vLLM finds outside of PyTorch (CUDA context, NCCL buffers) and for CUDA graphs.
 OTHER_BYTES = GIB // 2

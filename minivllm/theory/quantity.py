@@ -9,9 +9,6 @@ import math
 import re
 from collections.abc import Mapping
 
-GB = 10**9
-GIB = 2**30
-
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 _BINARY = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minivllm.config import require_int
+from minivllm.checks import require_int
 from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec
 from minivllm.theory.quantity import Quantity
 from minivllm.theory.sizing import (

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from minivllm.config import cdiv, require_int
+from minivllm.checks import require_int
 from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec, full_dtype
-from minivllm.theory.quantity import GIB, Quantity
+from minivllm.theory.quantity import Quantity
+from minivllm.units import GIB, cdiv
 
 
 @dataclass(frozen=True)

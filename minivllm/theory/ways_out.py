@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from minivllm.config import cdiv
 from minivllm.theory.model_spec import SLIDING
 from minivllm.theory.plan import Plan, fits
 from minivllm.theory.sizing import possible_tp
+from minivllm.units import cdiv
 
 
 def ways_out(plan: Plan) -> list[dict[str, Any]]:

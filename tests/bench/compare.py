@@ -27,8 +27,8 @@ import pandas as pd
 from export import write_f32_gguf, write_hf
 from tqdm import tqdm
 
+from minivllm.loading.weights import _smollm2_file, load_model
 from minivllm.model_config import ModelConfig
-from minivllm.models.weights import _smollm2_file, load_model
 
 HERE = Path(__file__).parent
 IMPORTS = {"transformers": "transformers", "llama.cpp": "llama_cpp", "vllm": "vllm"}

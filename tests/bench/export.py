@@ -8,8 +8,8 @@ from pathlib import Path
 import gguf
 from safetensors.torch import save_file
 
+from minivllm.loading.weights import LoadedModel, checkpoint_tensors
 from minivllm.model_config import ModelConfig
-from minivllm.models.weights import LoadedModel, checkpoint_tensors
 
 
 def hf_config(config: ModelConfig) -> dict:

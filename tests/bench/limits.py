@@ -19,10 +19,10 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from timing import parse_args
 
+from minivllm.cpu.packed_linear import pack_weights
 from minivllm.doctor import measure_bandwidth, measure_matmul
+from minivllm.loading.weights import load_model
 from minivllm.models.layers import Conv1D
-from minivllm.models.packed_linear import pack_weights
-from minivllm.models.weights import load_model
 
 
 def median_s(run: Callable[[], object], repeats: int) -> float:

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from timing import make_prompts, parse_args
 
 from minivllm import LLM, SamplingParams
-from minivllm.models import gguf_file  # noqa: F401 - imported when a model is loaded: what it takes is no part of a run
-from minivllm.models.packed_linear import PackedLinear
+from minivllm.cpu.packed_linear import PackedLinear
+from minivllm.loading import gguf_file  # noqa: F401 - imported when a model is loaded: what it takes is no part of a run
 
 MIB = 2**20
 

@@ -9,7 +9,7 @@ import pytest
 
 from minivllm import doctor
 from minivllm.__main__ import main
-from minivllm.models import weights
+from minivllm.loading import weights
 
 
 def run(*arguments):

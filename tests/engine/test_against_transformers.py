@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
-from engine_helpers import LogitsRecorder, make_engine, run_to_the_end
+from helpers.checkpoints import GPT2, LLAMA, VOCAB, build, expected_logits, rope
+from helpers.engines import LogitsRecorder, make_engine, run_to_the_end
 
 from minivllm import LLM
-from minivllm.models.weights import checkpoint_tensors, load_model
+from minivllm.loading.weights import checkpoint_tensors, load_model
 from minivllm.sampling_params import SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from checkpoints import GPT2, LLAMA, VOCAB, build, expected_logits, rope
 
 CONFIGS = {
     "gpt2": lambda: transformers.GPT2Config(**GPT2),

@@ -9,14 +9,14 @@ from collections import Counter
 
 import pytest
 import torch
-from engine_helpers import VOCAB, LogitsRecorder, cdiv, make_engine, plain_logits, random_model, run_to_the_end
+from helpers.engines import VOCAB, LogitsRecorder, cdiv, make_engine, plain_logits, random_model, run_to_the_end
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from minivllm.attention import cpu_decode
 from minivllm.core import KVCacheManager
-from minivllm.models.packed_linear import pack_weights
-from minivllm.models.traced import trace_pieces
+from minivllm.cpu import paged_decode
+from minivllm.cpu.packed_linear import pack_weights
+from minivllm.cpu.traced import trace_pieces
 from minivllm.sampling_params import SamplingParams
 
 MAX_MODEL_LEN = 64
@@ -81,7 +81,7 @@ def workloads(draw):
 def run_workload(workload) -> set[str]:
     """Run one workload with every check; the kinds of event that it contained."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_decode, "TILE", workload[1]["tile"])
+        patch.setattr(paged_decode, "TILE", workload[1]["tile"])
         return _run_workload(*workload)
 
 

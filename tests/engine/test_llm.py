@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from engine_helpers import plain_logits
+from helpers.engines import plain_logits
 
 from minivllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from minivllm.executor import memory

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import tokenizers
-from engine_helpers import GenerationConfig
+from helpers.engines import GenerationConfig
 from tokenizers import decoders, models, pre_tokenizers
 
 from minivllm.config import CacheConfig, SchedulerConfig
@@ -17,7 +17,7 @@ from minivllm.core import Scheduler
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.output_processor import first_stop_string
 from minivllm.executor.base import Logprob, ModelOutput
-from minivllm.models.tokenizer import Tokenizer
+from minivllm.loading.tokenizer import Tokenizer
 from minivllm.sampling_params import SamplingParams
 
 EOS, EOS_2 = 256, 257

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from checkpoints import (
+from helpers.checkpoints import (
     GPT2,
     LLAMA,
     STRETCHED,
@@ -17,9 +17,9 @@ from checkpoints import (
     token_ids,
 )
 
+from minivllm.loading.weights import _copy_weights, _empty_model, load_model
 from minivllm.model_config import ModelConfig
 from minivllm.models.layers import causal_attend
-from minivllm.models.weights import _copy_weights, _empty_model, load_model
 
 CONFIGS = {
     "gpt2": transformers.GPT2Config(**GPT2),

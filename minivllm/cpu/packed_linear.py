@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minivllm.cpu.torchscript import script
 from minivllm.models.layers import Conv1D
-from minivllm.models.torchscript import script
 
 # The layout is chosen for a number of rows, and serves any. Measured with SmolLM2 (2 cores, AVX2): packed for 1 row, 8
 # rows take 1.5 times as long as packed for 8; packed for 8, 1 row takes no longer than packed for 1.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import our_logits, token_ids
+from helpers.checkpoints import our_logits, token_ids
 from torch import nn
 
+from minivllm.cpu import packed_linear
+from minivllm.cpu.packed_linear import FILLED_UP_ROWS, PackedLinear, can_pack, pack_weights
+from minivllm.loading.weights import load_model
 from minivllm.model_config import ModelConfig
-from minivllm.models import packed_linear
 from minivllm.models.layers import Conv1D
-from minivllm.models.packed_linear import FILLED_UP_ROWS, PackedLinear, can_pack, pack_weights
-from minivllm.models.weights import load_model
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.zeros(1)), reason="this PyTorch cannot pack")
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from checkpoints import expected_logits, our_logits
+from helpers.checkpoints import expected_logits, our_logits
 
-from minivllm.models import weights
-from minivllm.models.gguf_file import GGUFFile
-from minivllm.models.weights import checkpoint_tensors, load_model
+from minivllm.loading import weights
+from minivllm.loading.gguf_file import GGUFFile
+from minivllm.loading.weights import checkpoint_tensors, load_model
 
 TEXT = (
     "The capital of France is Paris, founded in 259 BC.\n\n    def f(x):\n        return x ** 2\n"

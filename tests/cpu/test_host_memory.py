@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from minivllm import host_memory
+from minivllm.cpu import host_memory
 
 CPU = torch.device("cpu")
 LARGE = (host_memory.MIN_BYTES // 4 + 1,)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from minivllm.cpu.torchscript import trace
 from minivllm.models.causal_lm import CausalLM, DecoderLayer
 from minivllm.models.layers import Attend
-from minivllm.models.torchscript import trace
 
 
 class _Before(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from minivllm.models.tokenizer import Tokenizer
+from minivllm.loading.tokenizer import Tokenizer
 
 TRAINING_TEXT = [
     "The quick brown fox jumps over the lazy dog. Then it rests, and the dog jumps over the fox.",

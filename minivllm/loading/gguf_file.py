@@ -20,7 +20,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
-from minivllm.models.tokenizer import Tokenizer
+from minivllm.loading.tokenizer import Tokenizer
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9

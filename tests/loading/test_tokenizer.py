@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import transformers
-from vocabularies import byte_level, sentencepiece_like
+from helpers.vocabularies import byte_level, sentencepiece_like
 
-from minivllm.models.tokenizer import Tokenizer, render_chat_template
+from minivllm.loading.tokenizer import Tokenizer, render_chat_template
 
 USER = [{"role": "user", "content": "Hi"}]
 CHATML = (

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import torch
 
-from minivllm.config import CacheConfig, SchedulerConfig, cdiv
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core import Scheduler
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.executor.torch_executor import TorchExecutor
@@ -15,6 +15,7 @@ from minivllm.models.gpt2 import GPT2
 from minivllm.models.layers import causal_attend
 from minivllm.models.llama import Llama
 from minivllm.request import RequestStatus
+from minivllm.units import cdiv
 
 VOCAB = 61
 

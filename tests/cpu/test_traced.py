@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checkpoints import build, our_logits, token_ids
+from helpers.checkpoints import build, our_logits, token_ids
 from test_logits_match_transformers import CONFIGS
 
-from minivllm.attention import cpu_decode
-from minivllm.models import packed_linear, torchscript, traced
-from minivllm.models.packed_linear import pack_weights
-from minivllm.models.traced import TracedModel, trace_pieces
-from minivllm.models.weights import load_model
+from minivllm.cpu import packed_linear, paged_decode, torchscript, traced
+from minivllm.cpu.packed_linear import pack_weights
+from minivllm.cpu.traced import TracedModel, trace_pieces
+from minivllm.loading.weights import load_model
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "llama-biases-head-dim-tied", "qwen2", "qwen3", "yarn"])
@@ -38,7 +37,7 @@ def test_a_recording_with_other_results_is_not_used(tmp_path, monkeypatch):
 
 
 def test_with_the_pinned_torch_everything_is_compiled():
-    assert isinstance(cpu_decode._attend, torch.jit.ScriptFunction)
+    assert isinstance(paged_decode._attend, torch.jit.ScriptFunction)
     assert isinstance(packed_linear._packed_product, torch.jit.ScriptFunction)
 
 

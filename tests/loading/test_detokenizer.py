@@ -4,11 +4,11 @@ import os.path
 import random
 
 import pytest
+from helpers.vocabularies import byte_level, sentencepiece_like
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vocabularies import byte_level, sentencepiece_like
 
-from minivllm.models.tokenizer import IncrementalDetokenizer
+from minivllm.loading.tokenizer import IncrementalDetokenizer
 
 BYTE_LEVEL, SENTENCEPIECE = byte_level(), sentencepiece_like()
 BOTH = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte_level", "sentencepiece"])

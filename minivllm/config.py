@@ -47,19 +47,24 @@ class CacheConfig:
             f"Maximum concurrency for {max_model_len:,} tokens per request: {concurrency:.2f}x"
         )
 
-    def check_one_request_fits(self, max_model_len: int) -> None:
-        """Refuse a pool in which a request of `max_model_len` could never finish.
+    def blocks_of_request(self, num_tokens: int) -> int:
+        """Blocks that a request of `num_tokens` holds at its end. The last token is sampled and never written."""
+        return cdiv(num_tokens - 1, self.block_size)
 
-        The last token is sampled and never written, so `max_model_len - 1` slots are needed.
-        """
-        needed = cdiv(max_model_len - 1, self.block_size)
+    @property
+    def longest_request(self) -> int:
+        """Tokens of the longest request that the pool holds."""
+        return self.num_usable_blocks * self.block_size + 1
+
+    def check_one_request_fits(self, max_model_len: int) -> None:
+        """Refuse a pool in which a request of `max_model_len` could never finish."""
+        needed = self.blocks_of_request(max_model_len)
         if needed > self.num_usable_blocks:
-            fits = self.num_usable_blocks * self.block_size + 1
             raise ValueError(
                 f"One request of max_model_len={max_model_len:,} tokens needs {needed:,} KV blocks of "
                 f"{self.block_size}, but the pool has {self.num_usable_blocks:,} usable blocks "
-                f"({self.num_blocks:,} less the null block). The largest max_model_len that fits is {fits:,}. "
-                f"Lower max_model_len or give the cache more memory."
+                f"({self.num_blocks:,} less the null block). The largest max_model_len that fits is "
+                f"{self.longest_request:,}. Lower max_model_len or give the cache more memory."
             )
 
 

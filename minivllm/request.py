@@ -31,7 +31,9 @@ class Request:
     """One sequence on its way through the engine.
 
     `num_computed_tokens` chases `num_tokens`: a long gap is a prefill, a gap of one is a decode.
-    `stop_token_ids` includes the model's further EOS ids; `eos_token_id` is None where EOS is ignored.
+    `stop_token_ids` includes the model's further EOS ids; `eos_token_id` is None where EOS is ignored. What may not
+    come before min_tokens is `end_token_ids`: EOS, ignored or not, and the stop tokens. Only the scheduler writes
+    `status`.
     """
 
     __slots__ = (
@@ -39,6 +41,7 @@ class Request:
         "arrival_time",
         "block_hashes",
         "cache_salt",
+        "end_token_ids",
         "eos_token_id",
         "lora_name",
         "max_tokens",
@@ -67,6 +70,7 @@ class Request:
         lora_name: str | None = None,
         eos_token_id: int | None = None,
         stop_token_ids: Sequence[int] = (),
+        end_token_ids: Sequence[int] = (),
         max_tokens: int | None = None,
     ) -> None:
         self.request_id = request_id
@@ -77,6 +81,7 @@ class Request:
         self.lora_name = lora_name
         self.eos_token_id = eos_token_id
         self.stop_token_ids = frozenset(stop_token_ids)
+        self.end_token_ids = frozenset(end_token_ids)
         self.max_tokens = sampling_params.max_tokens if max_tokens is None else max_tokens
 
         self.all_token_ids = list(prompt_token_ids)
@@ -114,6 +119,13 @@ class Request:
     def append_output_token_id(self, token_id: int) -> None:
         self.all_token_ids.append(token_id)
         self.num_tokens += 1
+
+    def truncate_output(self, num_output_tokens: int) -> None:
+        """Forget output tokens beyond so many: a step that was cut short samples them again."""
+        del self.all_token_ids[self.num_prompt_tokens + num_output_tokens :]
+        self.num_tokens = len(self.all_token_ids)
+        del self.block_hashes[:]
+        self.stop_reason = None
 
     def __lt__(self, other: Request) -> bool:
         """Priority order: the smaller (priority, arrival time) goes first; ids break ties."""

@@ -7,22 +7,28 @@ fast: batched and vectorised. The default.
 
 from __future__ import annotations
 
-from minivllm.attention.metadata import AttentionBackend, AttentionMetadata, write_kv
+from minivllm.attention.kv_cache import KVCache, LayerKVCache
+from minivllm.attention.metadata import AttentionBackend, AttentionMetadata
 
 BACKENDS = ("fast", "reference", "blockwise")
 
 
-def get_backend(name: str) -> AttentionBackend:
-    """The attention function of that name; ValueError on an unknown one."""
+def get_backend(name: str, *, in_place: bool = True) -> AttentionBackend:
+    """The attention backend of that name; ValueError on an unknown one. `in_place`: "fast" may read a CPU's pages where
+    they lie (`minivllm.cpu.paged_decode`)."""
     if name == "reference":
-        from minivllm.attention.reference import paged_attention
-    elif name == "blockwise":
-        from minivllm.attention.blockwise import paged_attention
-    elif name == "fast":
-        from minivllm.attention.fast import paged_attention
-    else:
-        raise ValueError(f"unknown attention backend {name!r}; there are {', '.join(BACKENDS)}.")
-    return paged_attention
+        from minivllm.attention.reference import ReferenceBackend
+
+        return ReferenceBackend()
+    if name == "blockwise":
+        from minivllm.attention.blockwise import BlockwiseBackend
+
+        return BlockwiseBackend()
+    if name == "fast":
+        from minivllm.attention.fast import FastBackend
+
+        return FastBackend(in_place)
+    raise ValueError(f"unknown attention backend {name!r}; there are {', '.join(BACKENDS)}.")
 
 
-__all__ = ["BACKENDS", "AttentionBackend", "AttentionMetadata", "get_backend", "write_kv"]
+__all__ = ["BACKENDS", "AttentionBackend", "AttentionMetadata", "KVCache", "LayerKVCache", "get_backend"]

@@ -19,22 +19,26 @@ import math
 import torch
 from torch import Tensor
 
-from minivllm.attention.metadata import AttentionMetadata
+from minivllm.attention.kv_cache import LayerKVCache
+from minivllm.attention.metadata import AttentionBackend, AttentionMetadata
+from minivllm.units import cdiv
 
 
-def paged_attention(query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """See `AttentionBackend`; computes in float32 whatever the cache holds."""
-    output = torch.empty_like(query)
-    for r, seq_len in enumerate(metadata.seq_lens):
-        start, end = metadata.query_start_loc[r : r + 2]
-        output[start:end] = attend_one(query[start:end], kv_cache, metadata.block_tables[r], seq_len)
-    return output
+class BlockwiseBackend(AttentionBackend):
+    """Computes in float32 whatever the cache holds."""
+
+    def forward(self, query: Tensor, cache: LayerKVCache, plan: AttentionMetadata) -> Tensor:
+        output = torch.empty_like(query)
+        for r, seq_len in enumerate(plan.seq_lens):
+            start, end = plan.query_start_loc[r : r + 2]
+            output[start:end] = attend_one(query[start:end], cache, plan.block_tables[r], seq_len)
+        return output
 
 
-def attend_one(query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
+def attend_one(query: Tensor, cache: LayerKVCache, block_table: Tensor, seq_len: int) -> Tensor:
     """The last `len(query)` of one request's `seq_len` tokens attend to its pages: [q, H, D] -> [q, H, D]."""
     num_queries, num_heads, head_dim = query.shape
-    block_size, num_kv_heads = kv_cache.shape[2:4]
+    block_size, num_kv_heads = cache.block_size, cache.num_kv_heads
     # Query heads that share a KV head sit side by side: [H_kv, group * q, D].
     q = (
         query.float()
@@ -49,10 +53,10 @@ def attend_one(query: Tensor, kv_cache: Tensor, block_table: Tensor, seq_len: in
     m = q.new_full((*q.shape[:2], 1), -math.inf)
     l = torch.zeros_like(m)  # noqa: E741 - the literature's name
     acc = torch.zeros_like(q)
-    for i, block_id in enumerate(block_table[: -(-seq_len // block_size)].tolist()):
+    for i, block_id in enumerate(block_table[: cdiv(seq_len, block_size)].tolist()):
         first = i * block_size
         filled = min(block_size, seq_len - first)  # the last block is usually not full
-        k, v = kv_cache[:, block_id, :filled].float().transpose(1, 2)  # each [H_kv, filled, D]
+        k, v = (x.float().transpose(0, 1) for x in cache.read_block(block_id, filled))  # each [H_kv, filled, D]
         scores = q @ k.transpose(1, 2)  # [H_kv, group * q, filled]
         future = torch.arange(first, first + filled, device=q.device) > query_positions[:, None]
         scores = scores.masked_fill(future, -math.inf)

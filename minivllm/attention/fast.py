@@ -13,23 +13,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.attention.metadata import AttentionMetadata
+from minivllm.attention.kv_cache import LayerKVCache
+from minivllm.attention.metadata import AttentionBackend, AttentionMetadata
+from minivllm.attention.paged_flash import PagedFlash
 from minivllm.cpu import paged_decode
+from minivllm.units import cdiv
 
 
-def paged_attention(query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """See `AttentionBackend`."""
-    if metadata.plan is None:
-        metadata.plan = _Plan.make(query, kv_cache, metadata)
-    plan: _Plan = metadata.plan
-    if not plan.chunks:
-        return plan.decode(query, kv_cache)
-    output = torch.empty_like(query)
-    if plan.decode_rows is not None:
-        output[plan.decode_rows] = plan.decode(query[plan.decode_rows], kv_cache)
-    for chunk in plan.chunks:
-        output[chunk.start : chunk.end] = chunk.attend(query[chunk.start : chunk.end], kv_cache)
-    return output
+class FastBackend(AttentionBackend):
+    """`in_place`: decodes on a CPU read the pages where they lie."""
+
+    def __init__(self, in_place: bool = True) -> None:
+        self.in_place = in_place
+
+    def plan(self, metadata: AttentionMetadata, num_heads: int, cache: LayerKVCache) -> _Plan | PagedFlash:
+        if PagedFlash.can_run(cache):
+            return PagedFlash(metadata)
+        starts, seq_lens = metadata.query_start_loc, metadata.seq_lens
+        chunks, decodes = [], []
+        for r, seq_len in enumerate(seq_lens):
+            start, end = starts[r], starts[r + 1]
+            if end - start == 1:
+                decodes.append(r)
+            else:
+                chunks.append(_PrefillChunk(start, end, seq_len, metadata.block_tables[r], cache.block_size))
+        if not decodes:
+            return _Plan(chunks, None, None)
+        tables, lens, rows = metadata.block_tables, seq_lens, None
+        if chunks:
+            tables, lens = tables[decodes], [seq_lens[r] for r in decodes]
+            rows = torch.tensor([starts[r] for r in decodes], device=tables.device)
+        if self.in_place and paged_decode.can_run(cache):
+            return _Plan(chunks, rows, paged_decode.Decode(tables, lens, num_heads, cache))
+        return _Plan(chunks, rows, _GatheredDecode(tables, lens, cache.block_size))
+
+    def forward(self, query: Tensor, cache: LayerKVCache, plan: _Plan | PagedFlash) -> Tensor:
+        return plan.attend(query, cache)
 
 
 @dataclass
@@ -40,24 +59,15 @@ class _Plan:
     decode_rows: Tensor | None  # rows of the batch, where it is not the whole batch
     decode: paged_decode.Decode | _GatheredDecode | None
 
-    @classmethod
-    def make(cls, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> _Plan:
-        starts, seq_lens = metadata.query_start_loc, metadata.seq_lens
-        chunks, decodes = [], []
-        for r, seq_len in enumerate(seq_lens):
-            start, end = starts[r], starts[r + 1]
-            if end - start == 1:
-                decodes.append(r)
-            else:
-                chunks.append(_PrefillChunk(start, end, seq_len, metadata.block_tables[r], kv_cache.shape[2]))
-        if not decodes:
-            return cls(chunks, None, None)
-        tables, lens, rows = metadata.block_tables, seq_lens, None
-        if chunks:
-            tables, lens = tables[decodes], [seq_lens[r] for r in decodes]
-            rows = torch.tensor([starts[r] for r in decodes], device=query.device)
-        kind = paged_decode.Decode if paged_decode.can_run(query, kv_cache) else _GatheredDecode
-        return cls(chunks, rows, kind(tables, lens, query.shape[1], kv_cache.shape))
+    def attend(self, query: Tensor, cache: LayerKVCache) -> Tensor:
+        if not self.chunks:
+            return self.decode(query, cache)
+        output = torch.empty_like(query)
+        if self.decode_rows is not None:
+            output[self.decode_rows] = self.decode(query[self.decode_rows], cache)
+        for chunk in self.chunks:
+            output[chunk.start : chunk.end] = chunk.attend(query[chunk.start : chunk.end], cache)
+        return output
 
 
 class _PrefillChunk:
@@ -65,17 +75,17 @@ class _PrefillChunk:
 
     def __init__(self, start: int, end: int, seq_len: int, block_table: Tensor, block_size: int) -> None:
         self.start, self.end, self.seq_len = start, end, seq_len
-        self.table = block_table[: -(-seq_len // block_size)]
+        self.table = block_table[: cdiv(seq_len, block_size)]
         self.mask = None
         if end - start < seq_len:
             # Query i is token seq_len - q + i: the causal triangle is aligned at the bottom right.
             mask = torch.ones(end - start, seq_len, dtype=torch.bool, device=block_table.device)
             self.mask = mask.tril(diagonal=seq_len - (end - start))
 
-    def attend(self, query: Tensor, kv_cache: Tensor) -> Tensor:
+    def attend(self, query: Tensor, cache: LayerKVCache) -> Tensor:
         """[q, H, D] -> [q, H, D]."""
         keys, values = (
-            pages.index_select(0, self.table).flatten(0, 1)[: self.seq_len].transpose(0, 1)[None] for pages in kv_cache
+            x.to(query.dtype).transpose(0, 1)[None] for x in cache.read(self.table, self.seq_len)
         )  # [1, H_kv, L, D]
         out = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
@@ -83,18 +93,17 @@ class _PrefillChunk:
             values,
             attn_mask=self.mask,
             is_causal=self.mask is None,
-            enable_gqa=query.shape[1] != kv_cache.shape[3],
+            enable_gqa=query.shape[1] != cache.num_kv_heads,
         )
         return out[0].transpose(0, 1)
 
 
 class _GatheredDecode:
-    """Decodes where `paged_decode` cannot run (a GPU, another dtype than float32): the tables are gathered side by
-    side, the tails masked."""
+    """Decodes where neither `paged_decode` nor `PagedFlash` can run (float32 on a GPU, 16 bits on a CPU): the tables
+    are gathered side by side, the tails masked."""
 
-    def __init__(self, block_tables: Tensor, seq_lens: list[int], num_heads: int, cache_shape: torch.Size) -> None:
-        block_size = cache_shape[2]
-        self.tables = block_tables[:, : -(-max(seq_lens) // block_size)]
+    def __init__(self, block_tables: Tensor, seq_lens: list[int], block_size: int) -> None:
+        self.tables = block_tables[:, : cdiv(max(seq_lens), block_size)]
         self.mask = None
         longest = self.tables.shape[1] * block_size
         if min(seq_lens) < longest:
@@ -102,9 +111,9 @@ class _GatheredDecode:
             self.mask = (torch.arange(longest, device=block_tables.device) < lens[:, None])[:, None, None, :]
             self.behind_the_end = ~self.mask.transpose(2, 3)
 
-    def __call__(self, query: Tensor, kv_cache: Tensor) -> Tensor:
+    def __call__(self, query: Tensor, cache: LayerKVCache) -> Tensor:
         """One query per request: [R, H, D] -> [R, H, D]."""
-        keys, values = (pages[self.tables].flatten(1, 2).transpose(1, 2) for pages in kv_cache)  # [R, H_kv, L, D]
+        keys, values = (x.to(query.dtype).transpose(1, 2) for x in cache.read_tables(self.tables))  # [R, H_kv, L, D]
         if self.mask is not None:
             # Slots behind the end hold what another request left there. A weight of 0 hides any number but NaN and
             # infinity, so an overflow over there would show up here.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from minivllm.attention.kv_cache import LayerKVCache
 
-@dataclass
+
+@dataclass(frozen=True)
 class AttentionMetadata:
     """One flat batch of R requests and T tokens; prefill chunks and decodes look the same.
 
@@ -23,25 +26,23 @@ class AttentionMetadata:
     block_tables: Tensor  # [R, max_blocks] int64
     query_start_loc: list[int]  # R + 1
     seq_lens: list[int]  # R
-    # What a backend works out at the first layer for all others; the fields above must not change after that.
-    plan: Any = field(default=None, init=False, repr=False, compare=False)
 
 
-class AttentionBackend(Protocol):
-    """`backend(query [T, H, D], kv_cache [2, num_blocks, block_size, H_kv, D], metadata) -> [T, H, D]`.
+class AttentionBackend(ABC):
+    """Attention over pages: `plan` once a step, then `forward` in each layer.
 
     Scores are scaled by 1 / sqrt(D). Each query sees its own token and all before it. H is a multiple of H_kv, and
     query head h reads KV head h // (H / H_kv) (grouped-query attention).
     """
 
-    def __call__(self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor: ...
+    def plan(self, metadata: AttentionMetadata, num_heads: int, cache: LayerKVCache) -> Any:
+        """What all layers of the step share; `cache` is any layer's, for its sizes."""
+        return metadata
 
+    @abstractmethod
+    def forward(self, query: Tensor, cache: LayerKVCache, plan: Any) -> Tensor:
+        """query [T, H, D] -> [T, H, D]."""
 
-def write_kv(kv_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-    """Put the step's keys and values [T, H_kv, D] into one layer's cache [2, num_blocks, block_size, H_kv, D].
-
-    This comes before any read of the step: a request may hit a block that another request fills in this very step.
-    """
-    keys, values = kv_cache.flatten(1, 2).unbind(0)  # views, [num_blocks * block_size, H_kv, D]
-    keys.index_copy_(0, slot_mapping, key)
-    values.index_copy_(0, slot_mapping, value)
+    def __call__(self, query: Tensor, cache: LayerKVCache, metadata: AttentionMetadata) -> Tensor:
+        """A single layer by itself: plan and forward."""
+        return self.forward(query, cache, self.plan(metadata, query.shape[1], cache))

@@ -7,23 +7,27 @@ import math
 import torch
 from torch import Tensor
 
-from minivllm.attention.metadata import AttentionMetadata
+from minivllm.attention.kv_cache import LayerKVCache
+from minivllm.attention.metadata import AttentionBackend, AttentionMetadata
+from minivllm.units import cdiv
 
 
-def paged_attention(query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """See `AttentionBackend`; computes in float32 whatever the cache holds."""
-    block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
-    group = query.shape[1] // num_kv_heads
-    output = torch.empty_like(query)
-    for r, seq_len in enumerate(metadata.seq_lens):
-        start, end = metadata.query_start_loc[r : r + 2]
-        table = metadata.block_tables[r, : -(-seq_len // block_size)]
-        keys, values = (pages[table].flatten(0, 1)[:seq_len].float() for pages in kv_cache)  # [L, H_kv, D]
-        keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))  # [L, H, D]
+class ReferenceBackend(AttentionBackend):
+    """Computes in float32 whatever the cache holds."""
 
-        scores = torch.einsum("qhd,khd->hqk", query[start:end].float(), keys) / math.sqrt(head_dim)
-        positions = torch.arange(seq_len, device=query.device)
-        future = positions[None, :] > positions[seq_len - (end - start) :, None]  # [q, k]
-        probs = scores.masked_fill(future, -math.inf).softmax(dim=-1)
-        output[start:end] = torch.einsum("hqk,khd->qhd", probs, values).to(query.dtype)
-    return output
+    def forward(self, query: Tensor, cache: LayerKVCache, plan: AttentionMetadata) -> Tensor:
+        head_dim = query.shape[-1]
+        group = query.shape[1] // cache.num_kv_heads
+        output = torch.empty_like(query)
+        for r, seq_len in enumerate(plan.seq_lens):
+            start, end = plan.query_start_loc[r : r + 2]
+            table = plan.block_tables[r, : cdiv(seq_len, cache.block_size)]
+            keys, values = (x.float() for x in cache.read(table, seq_len))  # [L, H_kv, D]
+            keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))  # [L, H, D]
+
+            scores = torch.einsum("qhd,khd->hqk", query[start:end].float(), keys) / math.sqrt(head_dim)
+            positions = torch.arange(seq_len, device=query.device)
+            future = positions[None, :] > positions[seq_len - (end - start) :, None]  # [q, k]
+            probs = scores.masked_fill(future, -math.inf).softmax(dim=-1)
+            output[start:end] = torch.einsum("hqk,khd->qhd", probs, values).to(query.dtype)
+        return output

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 
 class KVCacheBlock:
@@ -21,8 +22,33 @@ class KVCacheBlock:
         return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, cached={self.block_hash is not None})"
 
 
+class FreeBlocks(Protocol):
+    """The free blocks, and with them the eviction order: which of them is handed out, and forgotten, next.
+
+    A policy is a class with these methods, made from the free blocks in order of their ids.
+    """
+
+    num_free_blocks: int
+
+    def release(self, uncached: Sequence[KVCacheBlock], cached: Sequence[KVCacheBlock]) -> None:
+        """Blocks that nobody holds any more, in the order in which they were given back."""
+        ...
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Take out a block that was hit."""
+        ...
+
+    def popleft(self) -> KVCacheBlock:
+        """Take out the block to use next."""
+        ...
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        """All of them, the next to be used first."""
+        ...
+
+
 class FreeKVCacheBlockQueue:
-    """Free blocks in the order in which they will be handed out.
+    """vLLM's order: least recently used first, and before all of them the blocks that cache nothing.
 
     A doubly linked list through the blocks themselves, so that a cached block which is hit again leaves the
     middle of the queue in O(1). A deque would have to search for it.
@@ -33,7 +59,7 @@ class FreeKVCacheBlockQueue:
         self.sentinel = KVCacheBlock(-1)
         self.sentinel.prev_free = self.sentinel.next_free = self.sentinel
         self.num_free_blocks = 0
-        self.append_n(blocks)
+        self._insert(blocks, self.sentinel)
 
     def _insert(self, blocks: Sequence[KVCacheBlock], before: KVCacheBlock) -> None:
         last = before.prev_free
@@ -45,11 +71,10 @@ class FreeKVCacheBlockQueue:
         before.prev_free = last
         self.num_free_blocks += len(blocks)
 
-    def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self._insert(blocks, self.sentinel)
-
-    def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self._insert(blocks, self.sentinel.next_free)
+    def release(self, uncached: Sequence[KVCacheBlock], cached: Sequence[KVCacheBlock]) -> None:
+        """Nothing is lost by using the `uncached` ones again, so they go to the front; the others to the back."""
+        self._insert(uncached, self.sentinel.next_free)
+        self._insert(cached, self.sentinel)
 
     def remove(self, block: KVCacheBlock) -> None:
         block.prev_free.next_free = block.next_free
@@ -77,15 +102,20 @@ class BlockPool:
     A freed block keeps its hash, and so can still be hit, until it is handed out again.
     """
 
-    def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
-        self.enable_caching = enable_caching
+    def __init__(
+        self, num_blocks: int, free_blocks: Callable[[Sequence[KVCacheBlock]], FreeBlocks] = FreeKVCacheBlockQueue
+    ) -> None:
+        """`free_blocks` makes the eviction order."""
+        self._make_free_blocks = free_blocks
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
-        self.free_queue = FreeKVCacheBlockQueue(self.blocks)
         # Block 0 is never handed out: padded block tables and unused slots can point at it without harm.
-        self.null_block = self.free_queue.popleft()
+        self.null_block = self.blocks[0]
+        self.free_queue = free_blocks(self.blocks[1:])
         # Two requests that compute the same tokens at the same time publish one hash twice. Both blocks stay (a
-        # block table never changes), and a look-up takes the first: hence a list.
-        self.cached_blocks: dict[bytes, list[KVCacheBlock]] = {}
+        # block table never changes), and a look-up takes the first; a dict, since one in the middle may be evicted.
+        self.cached_blocks: dict[bytes, dict[KVCacheBlock, None]] = {}
+        # Published for the step in progress, which has yet to fill them.
+        self.unfilled: list[KVCacheBlock] = []
 
     @property
     def num_free_blocks(self) -> int:
@@ -102,7 +132,7 @@ class BlockPool:
 
     def get_cached_block(self, block_hash: bytes) -> KVCacheBlock | None:
         blocks = self.cached_blocks.get(block_hash)
-        return blocks[0] if blocks else None
+        return next(iter(blocks)) if blocks else None
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take `num_blocks` from the head of the free queue; what they cached is forgotten.
@@ -128,26 +158,36 @@ class BlockPool:
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Drop one reference of each, in the given order.
 
-        Blocks that nobody holds any more become free: those without a hash go to the front of the queue (nothing
-        is lost by reusing them), those with a hash to the back.
+        Blocks that nobody holds any more become free; the eviction order decides when they are used again.
         """
-        unhashed, hashed = [], []
+        uncached, cached = [], []
         for block in blocks:
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
-                (unhashed if block.block_hash is None else hashed).append(block)
-        self.free_queue.prepend_n(unhashed)
-        self.free_queue.append_n(hashed)
+                (uncached if block.block_hash is None else cached).append(block)
+        self.free_queue.release(uncached, cached)
 
     def publish(self, block: KVCacheBlock, block_hash: bytes) -> None:
-        """Make a full block findable under its hash."""
+        """Make a full block findable under its hash, for good only when `confirm_filled` says that it was filled."""
+        self.unfilled.append(block)
         block.block_hash = block_hash
-        self.cached_blocks.setdefault(block_hash, []).append(block)
+        self.cached_blocks.setdefault(block_hash, {})[block] = None
+
+    def confirm_filled(self) -> None:
+        """The step is done: what was published for it holds what its hash says."""
+        self.unfilled.clear()
+
+    def forget_unfilled(self) -> None:
+        """The step failed: nobody may find what was published for it."""
+        for block in self.unfilled:
+            if block.block_hash is not None:
+                self.evict(block)
+        self.unfilled.clear()
 
     def evict(self, block: KVCacheBlock) -> None:
         """Take a block out of the hash map; its table entries, if any, stay."""
         blocks = self.cached_blocks[block.block_hash]
-        blocks.remove(block)
+        del blocks[block]
         if not blocks:
             del self.cached_blocks[block.block_hash]
         block.block_hash = None
@@ -160,3 +200,20 @@ class BlockPool:
         for block in self.blocks:
             block.block_hash = None
         return True
+
+    def start_over(self) -> None:
+        """Free all blocks, whatever state they are in; those that cache what was computed keep it."""
+        for block in self.unfilled:
+            block.block_hash = None
+        self.cached_blocks = {}
+        for block in self.blocks:
+            block.ref_cnt = 0
+            if block.block_hash is not None:
+                self.cached_blocks.setdefault(block.block_hash, {})[block] = None
+        self.free_queue = self._make_free_blocks([])
+        usable = self.blocks[1:]
+        self.free_queue.release(
+            [block for block in usable if block.block_hash is None],
+            [block for block in usable if block.block_hash is not None],
+        )
+        self.unfilled.clear()

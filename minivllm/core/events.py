@@ -32,7 +32,7 @@ class StepEvent:
     new_blocks: Mapping[str, Sequence[int]]
     hits: Mapping[str, int]
     preempted: Sequence[str]
-    finished: Sequence[str]
+    finished: list[str]
     aborted: Sequence[str]
     num_free_blocks: int
     num_running: int

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from minivllm.config import CacheConfig
 from minivllm.core.block_hash import extend_block_hashes
-from minivllm.core.block_pool import BlockPool, KVCacheBlock
+from minivllm.core.block_pool import BlockPool, FreeBlocks, FreeKVCacheBlockQueue, KVCacheBlock
 from minivllm.request import Request
+from minivllm.units import cdiv
 
 NO_BLOCKS: tuple[KVCacheBlock, ...] = ()
 
@@ -41,19 +42,23 @@ class PrefixCacheStats:
 class KVCacheManager:
     """Gives requests blocks and takes them back; the only writer of block tables."""
 
-    def __init__(self, config: CacheConfig, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        max_model_len: int,
+        free_blocks: Callable[[Sequence[KVCacheBlock]], FreeBlocks] = FreeKVCacheBlockQueue,
+    ) -> None:
+        """`free_blocks` makes the eviction order of the pool."""
+        self.config = config
         self.block_size = config.block_size
+        self.enable_caching = config.enable_prefix_caching
         self.max_model_len = max_model_len
         self.watermark_blocks = int(config.watermark * config.num_blocks)
-        self.block_pool = BlockPool(config.num_blocks, config.enable_prefix_caching)
+        self.block_pool = BlockPool(config.num_blocks, free_blocks)
         self.block_tables: dict[str, list[KVCacheBlock]] = {}
         # How many leading blocks of each table are published (or were hits). Published blocks are never re-hashed.
         self.num_published: dict[str, int] = {}
         self.prefix_cache_stats = PrefixCacheStats()
-
-    @property
-    def enable_caching(self) -> bool:
-        return self.block_pool.enable_caching
 
     @property
     def usage(self) -> float:
@@ -82,6 +87,11 @@ class KVCacheManager:
                 break
             hits.append(block)
         return hits
+
+    def needs_slots(self, num_computed_tokens: int, num_new_tokens: int) -> bool:
+        """Whether a running request's next tokens need `allocate_slots`: not for one token inside a block, neither
+        its first nor its last, since there is no block to add and none to publish."""
+        return num_new_tokens > 1 or not 0 < num_computed_tokens % self.block_size < self.block_size - 1
 
     def allocate_slots(
         self,
@@ -114,7 +124,7 @@ class KVCacheManager:
             must_fit = (
                 max(num_slots, min(request.num_tokens, self.max_model_len)) if reserve_full_sequence else num_slots
             )
-            if -(-must_fit // block_size) - len(hits) + taken > pool.num_free_blocks:
+            if cdiv(must_fit, block_size) - len(hits) + taken > pool.num_free_blocks:
                 return None
             pool.touch(hits)
             table.extend(hits)
@@ -123,15 +133,15 @@ class KVCacheManager:
         else:
             table = self.block_tables[request_id]
 
-        num_new_blocks = -(-num_slots // block_size) - len(table)
+        num_new_blocks = cdiv(num_slots, block_size) - len(table)
         new_blocks: Sequence[KVCacheBlock] = NO_BLOCKS
         if num_new_blocks > 0:
-            if num_new_blocks > pool.num_free_blocks:
+            if num_new_blocks > pool.num_free_blocks:  # a running request; an admission was asked above
                 return None
             new_blocks = pool.get_new_blocks(num_new_blocks)
             table.extend(new_blocks)
 
-        if pool.enable_caching:
+        if self.enable_caching:
             num_full = min(num_tokens, request.num_tokens) // block_size
             if num_full > self.num_published[request_id]:
                 self._publish(request, table, num_full)
@@ -151,7 +161,7 @@ class KVCacheManager:
             self.block_pool.free_blocks(reversed(table))
 
     def free_unfilled(self, request: Request, num_computed_tokens: int) -> None:
-        """Free a request whose step will not run (or failed): only `num_computed_tokens` of it are in the cache.
+        """Free a request that this step preempts: only `num_computed_tokens` of it are in the cache.
 
         Blocks that this step published were never filled, so their hashes must go, or the next request that hits
         them reads K/V that nobody computed. vLLM 0.30.0 leaves them in; the queue order is kept as it has it.
@@ -161,6 +171,19 @@ class KVCacheManager:
         for block in unfilled:
             if block.block_hash is not None:
                 self.block_pool.evict(block)
+
+    def confirm_filled(self) -> None:
+        """The step is done, and with it the blocks that `allocate_slots` published for it."""
+        self.block_pool.confirm_filled()
+
+    def forget_unfilled(self) -> None:
+        """The step failed: the blocks published for it hold nothing."""
+        self.block_pool.forget_unfilled()
+
+    def start_over(self) -> None:
+        """Nobody holds a block any more, whatever state tables and pool are in."""
+        self.block_tables, self.num_published = {}, {}
+        self.block_pool.start_over()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False, with nothing changed, while any request holds one."""

@@ -7,38 +7,12 @@ a step hands out a budget of tokens: first to the running requests, then to the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.request_queue import create_request_queue
+from minivllm.core.scheduler_output import NewRequestData, SchedulerOutput
 from minivllm.request import Request, RequestStatus
-
-
-@dataclass(slots=True)
-class SchedulerOutput:
-    """What one step computes, and what an executor must know to keep its own state in step.
-
-    `num_scheduled_tokens` and `scheduled` are in scheduling order. `new_block_ids` holds the whole table of an
-    admitted request (its first `num_hit_tokens` tokens are cached), and only the additions of a running one.
-    """
-
-    step: int
-    scheduled: list[Request] = field(default_factory=list)
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    new_block_ids: dict[str, list[int]] = field(default_factory=dict)
-    num_hit_tokens: dict[str, int] = field(default_factory=dict)
-    preempted: list[Request] = field(default_factory=list)  # in this step, or by a reset or an error before it
-    # Ended or aborted since the step before: an executor can forget them.
-    finished_req_ids: list[str] = field(default_factory=list)
-    # Counts right after scheduling, for the event log.
-    num_free_blocks: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        return sum(self.num_scheduled_tokens.values())
 
 
 class Scheduler:
@@ -51,9 +25,11 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting = create_request_queue(config.policy)
         self.running: list[Request] = []
-        self.step = 0
+        self.num_steps = 0
+        # What the next step reports.
         self._finished_req_ids: list[str] = []
-        self._unreported_preemptions: list[Request] = []
+        self._preempted_req_ids: list[str] = []
+        self._starts_over = False
 
     # ---- requests come and go ----------------------------------------------------------------------------------
 
@@ -61,21 +37,21 @@ class Scheduler:
         """Queue a request; ValueError if its id is in use or it could never run in this pool."""
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use; give each request an id of its own.")
-        self._check_fits(request)
+        self.check_fits(request)
         self.requests[request.request_id] = request
         self.waiting.add(request)
 
-    def _check_fits(self, request: Request) -> None:
-        # The last token is sampled and never written, hence the - 1.
+    def check_fits(self, request: Request) -> None:
+        """ValueError if the pool could not hold the request at its longest, were it alone."""
         max_tokens = self.max_model_len if request.max_tokens is None else request.max_tokens
         longest = min(request.num_prompt_tokens + max_tokens, self.max_model_len)
-        block_size = self.kv_cache_manager.block_size
-        needed = -(-(longest - 1) // block_size)
-        usable = self.kv_cache_manager.block_pool.num_usable_blocks
-        if needed > usable:
+        cache = self.kv_cache_manager.config
+        needed = cache.blocks_of_request(longest)
+        if needed > cache.num_usable_blocks:
             raise ValueError(
                 f"Request {request.request_id!r} can grow to {longest:,} tokens and then needs {needed:,} KV blocks of "
-                f"{block_size}, but the pool has {usable:,} usable blocks ({usable * block_size + 1:,} tokens fit). "
+                f"{cache.block_size}, but the pool has {cache.num_usable_blocks:,} usable blocks "
+                f"({cache.longest_request:,} tokens fit). "
                 f"Shorten the prompt or max_tokens, or give the cache more memory."
             )
 
@@ -109,23 +85,15 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Choose the tokens of the next step, give them slots, and advance `num_computed_tokens` past them."""
-        output = SchedulerOutput(self.step)
-        self.step += 1
+        output = SchedulerOutput(self.num_steps, start_over=self._starts_over)
+        self.num_steps += 1
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
-
-        try:
-            budget = self._schedule_running(output)
-            # A step that had to preempt is short of blocks; admitting now would only cause the next preemption.
-            if not output.preempted:
-                self._schedule_waiting(output, budget)
-        except BaseException:
-            self._undo(output)
-            raise
-        output.preempted += self._unreported_preemptions
-        self._unreported_preemptions = []
-
-        for request, num_scheduled in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
-            request.num_computed_tokens += num_scheduled
+        budget = self._schedule_running(output)
+        # A step that had to preempt is short of blocks; admitting now would only cause the next preemption.
+        if not output.preempted_req_ids:
+            self._schedule_waiting(output, budget)
+        output.preempted_req_ids += self._preempted_req_ids
+        self._preempted_req_ids = []
         output.num_free_blocks = self.kv_cache_manager.block_pool.num_free_blocks
         output.num_running = len(self.running)
         output.num_waiting = len(self.waiting)
@@ -136,8 +104,8 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         threshold = self.config.long_prefill_token_threshold
         last_position = self.max_model_len - 1
-        kv, block_size = self.kv_cache_manager, self.kv_cache_manager.block_size
-        running, scheduled, num_scheduled_tokens = self.running, output.scheduled, output.num_scheduled_tokens
+        kv, running = self.kv_cache_manager, self.running
+        num_scheduled_tokens, num_computed_tokens = output.num_scheduled_tokens, output.num_computed_tokens
         index = 0
         while index < len(running) and budget > 0:
             request = running[index]
@@ -154,8 +122,7 @@ class Scheduler:
                 index += 1
                 continue
 
-            # One token inside a block, neither its first nor its last: no block to add, none to publish.
-            if num_new > 1 or not 0 < num_computed % block_size < block_size - 1:
+            if kv.needs_slots(num_computed, num_new):
                 new_blocks = kv.allocate_slots(request, num_new)
                 while new_blocks is None:
                     victim, victim_index = self._choose_victim()
@@ -169,8 +136,10 @@ class Scheduler:
                 if new_blocks:
                     output.new_block_ids[request.request_id] = [block.block_id for block in new_blocks]
 
-            scheduled.append(request)
-            num_scheduled_tokens[request.request_id] = num_new
+            request_id = request.request_id
+            num_scheduled_tokens[request_id] = num_new
+            num_computed_tokens[request_id] = num_computed
+            request.num_computed_tokens = num_computed + num_new
             budget -= num_new
             index += 1
         return budget
@@ -206,13 +175,16 @@ class Scheduler:
                 kv.prefix_cache_stats.record(request, num_hit_tokens)
             if request.num_cached_tokens < 0:
                 request.num_cached_tokens = num_hit_tokens
+            if request.status == RequestStatus.WAITING:  # otherwise it was preempted, and the executor knows it
+                output.new_requests.append(_new_request_data(request))
             request.status = RequestStatus.RUNNING
-            request.num_computed_tokens = num_hit_tokens
+            request_id = request.request_id
             self.running.append(request)
-            output.scheduled.append(request)
-            output.num_scheduled_tokens[request.request_id] = num_new
-            output.new_block_ids[request.request_id] = kv.get_block_ids(request.request_id)
-            output.num_hit_tokens[request.request_id] = num_hit_tokens
+            output.num_scheduled_tokens[request_id] = num_new
+            output.num_computed_tokens[request_id] = num_hit_tokens
+            output.new_block_ids[request_id] = kv.get_block_ids(request_id)
+            output.num_hit_tokens[request_id] = num_hit_tokens
+            request.num_computed_tokens = num_hit_tokens + num_new
             budget -= num_new
 
     def _choose_victim(self) -> tuple[Request, int]:
@@ -224,69 +196,92 @@ class Scheduler:
 
     def _preempt(self, victim: Request, output: SchedulerOutput) -> int:
         """Take all blocks of `victim` and queue it again, to be recomputed; returns the budget that this gives back."""
-        restored = 0
-        if victim.request_id in output.num_scheduled_tokens:
-            restored = output.num_scheduled_tokens.pop(victim.request_id)
-            output.scheduled.remove(victim)
-            output.new_block_ids.pop(victim.request_id, None)
+        restored = output.num_scheduled_tokens.pop(victim.request_id, 0)
+        num_filled = output.num_computed_tokens.pop(victim.request_id, victim.num_computed_tokens)
+        output.new_block_ids.pop(victim.request_id, None)
         # What this step has published for the victim will not be computed: see free_unfilled.
-        self.kv_cache_manager.free_unfilled(victim, victim.num_computed_tokens)
+        self.kv_cache_manager.free_unfilled(victim, num_filled)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
         victim.num_preemptions += 1
         self.waiting.put_back(victim)
-        output.preempted.append(victim)
+        output.preempted_req_ids.append(victim.request_id)
         return restored
 
-    def _undo(self, output: SchedulerOutput) -> None:
-        """After an error half way through `schedule`: every running request goes back to the queue and is computed
-        again, since no executor will hear of the blocks that this step gave out."""
-        while self.running:
-            self._preempt(self.running.pop(), output)
-        for request_id in list(self.kv_cache_manager.block_tables):  # admitted, but not running yet
-            request = self.requests[request_id]
-            self.kv_cache_manager.free_unfilled(request, request.num_computed_tokens)
-        self._unreported_preemptions += output.preempted
-        self._finished_req_ids = output.finished_req_ids + self._finished_req_ids
-
-    def update_from_output(self, output: SchedulerOutput, sampled: Sequence[int | None]) -> list[Request]:
-        """Append the sampled tokens (one per scheduled request, None while its prompt is unfinished).
+    def update_from_output(self, output: SchedulerOutput, sampled: Sequence[Sequence[int]]) -> list[Request]:
+        """Append the sampled tokens: a list for each scheduled request, empty while its prompt is unfinished. Tokens
+        behind one that ends the request are dropped.
 
         Returns the requests that ended; their blocks are free again, one request after another. ValueError, with
-        nothing changed, if the number of tokens is not that of the requests.
+        nothing changed, if the number of lists is not that of the requests.
         """
-        if len(sampled) != len(output.scheduled):
-            raise ValueError(f"the executor returned {len(sampled)} tokens for {len(output.scheduled)} requests.")
+        if len(sampled) != len(output.num_scheduled_tokens):
+            raise ValueError(
+                f"the executor returned {len(sampled)} tokens for {len(output.num_scheduled_tokens)} requests."
+            )
+        self.kv_cache_manager.confirm_filled()
+        self._starts_over = False
         finished: list[Request] = []
-        max_model_len = self.max_model_len
-        for request, token_id in zip(output.scheduled, sampled, strict=True):
-            if token_id is None:
-                continue
-            request.append_output_token_id(token_id)
-            status = check_stop(request, token_id, max_model_len)
-            if status is not None:
-                self._finish(request, status)
-                finished.append(request)
+        requests, max_model_len = self.requests, self.max_model_len
+        for request_id, token_ids in zip(output.num_scheduled_tokens, sampled, strict=True):
+            for token_id in token_ids:
+                request = requests[request_id]
+                request.append_output_token_id(token_id)
+                status = check_stop(request, token_id, max_model_len)
+                if status is not None:
+                    self._finish(request, status)
+                    finished.append(request)
+                    break
         if finished:
             self.running = [request for request in self.running if not request.is_finished]
         return finished
 
+    # ---- steps that do not come to their end -------------------------------------------------------------------
+
     def fail_step(self, output: SchedulerOutput) -> list[Request]:
         """End every request of a step whose forward pass failed; nothing that it should have filled can be hit."""
-        for request in output.scheduled:
-            num_filled = request.num_computed_tokens - output.num_scheduled_tokens[request.request_id]
-            self.kv_cache_manager.free_unfilled(request, num_filled)
+        self.kv_cache_manager.forget_unfilled()
         self._finished_req_ids = output.finished_req_ids + self._finished_req_ids  # the executor may not have read it
         return self.finish_requests(output.num_scheduled_tokens, RequestStatus.FINISHED_ERROR)
+
+    def start_over(self, requests: Iterable[Request]) -> None:
+        """Queue `requests`, and nobody else, with an empty pool, whatever state everything is in.
+
+        For a step or a change that was interrupted half way. What the prefix cache holds stays, but for blocks that
+        the interrupted step was to fill. Can itself be interrupted and called again.
+        """
+        self._starts_over = True
+        self.running = []
+        self.waiting = create_request_queue(self.config.policy)
+        self.requests = {}
+        self._finished_req_ids, self._preempted_req_ids = [], []
+        self.kv_cache_manager.start_over()
+        for request in requests:
+            if request.num_computed_tokens > 0:
+                request.num_preemptions += 1
+            request.num_computed_tokens = 0
+            request.status = RequestStatus.WAITING
+            self.requests[request.request_id] = request
+            self.waiting.add(request)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached blocks. While requests run this refuses (False), unless they may be preempted first."""
         if reset_running_requests:
-            output = SchedulerOutput(self.step)
+            output = SchedulerOutput(self.num_steps)
             while self.running:  # the last first, so that the queue gets them back in their old order
                 self._preempt(self.running.pop(), output)
-            self._unreported_preemptions += output.preempted  # the next step reports them
+            self._preempted_req_ids += output.preempted_req_ids  # the next step reports them
         return self.kv_cache_manager.reset_prefix_cache()
+
+
+def _new_request_data(request: Request) -> NewRequestData:
+    return NewRequestData(
+        request.request_id,
+        list(request.all_token_ids),
+        request.num_prompt_tokens,
+        request.sampling_params,
+        request.end_token_ids,
+    )
 
 
 def check_stop(request: Request, token_id: int, max_model_len: int) -> RequestStatus | None:

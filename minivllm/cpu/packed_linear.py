@@ -89,7 +89,7 @@ def fastest_min_rows(layer: PackedLinear, tries: int = 8) -> int:
     best = {1: float("inf"), 2: float("inf"), FILLED_UP_ROWS: float("inf")}
     for _ in range(tries):
         for rows in best:
-            x = torch.zeros(rows, layer.in_features)
+            x = torch.zeros(rows, layer.in_features, dtype=torch.float32, device="cpu")
             start = time.perf_counter()
             layer(x)
             best[rows] = min(best[rows], time.perf_counter() - start)
@@ -101,8 +101,9 @@ def can_pack(like: Tensor) -> bool:
     if like.device.type != "cpu" or like.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
         return False
     try:
-        generator = torch.Generator().manual_seed(0)
-        x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((3, 48), (32, 48), (32,)))
+        generator = torch.Generator("cpu").manual_seed(0)
+        here = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+        x, weight, bias = (torch.randn(*shape, **here) for shape in ((3, 48), (32, 48), (32,)))
         expected = F.linear(x, weight, bias)
         return bool((PackedLinear(weight, bias)(x) - expected).abs().max() <= 1e-5 * expected.abs().max())
     except (AttributeError, RuntimeError):  # no such operator, or not for this processor

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.attention.kv_cache import LayerKVCache
 from minivllm.cpu.torchscript import script
 
 # 64 tokens of SmolLM2's keys are 48 KB: more than the first-level cache holds, less than the second.
@@ -32,12 +33,12 @@ TILE = 64
 class Decode:
     """The decodes of one step, for all layers: one query for each of R requests."""
 
-    def __init__(self, block_tables: Tensor, seq_lens: list[int], num_heads: int, cache_shape: torch.Size) -> None:
-        """block_tables [R, max_blocks]; cache_shape is that of one layer, [2, num_blocks, block_size, H_kv, D].
+    def __init__(self, block_tables: Tensor, seq_lens: list[int], num_heads: int, cache: LayerKVCache) -> None:
+        """block_tables [R, max_blocks]; `cache` is any layer's, for its sizes.
 
         Raises IndexError for tables that point out of the cache.
         """
-        num_blocks, block_size, num_kv_heads = cache_shape[1:4]
+        num_blocks, block_size, num_kv_heads = cache.num_blocks, cache.block_size, cache.num_kv_heads
         lens = np.array(seq_lens)
         # One tile for all if they are short: then there is nothing to merge.
         self.tile = max(seq_lens) if max(seq_lens) <= 2 * TILE else TILE
@@ -66,11 +67,11 @@ class Decode:
         index = (slot[:, None, :] * num_kv_heads + kv_head[:, None]).ravel()
 
         self.index = torch.from_numpy(index)
-        self.offsets = torch.arange(0, len(index) + 1, self.tile)
+        self.offsets = torch.arange(0, len(index) + 1, self.tile, device="cpu")
         self.places = torch.sparse_csr_tensor(
             self.offsets,
             self.index,
-            torch.zeros(len(index)),
+            torch.zeros(len(index), dtype=torch.float32, device="cpu"),
             size=(len(index) // self.tile, num_blocks * block_size * num_kv_heads),
             check_invariants=False,
         )
@@ -80,11 +81,11 @@ class Decode:
         tiles_of = first_tile[:, None] + np.minimum(np.arange(num_tiles.max()), num_tiles[:, None] - 1)
         self.tiles_of = torch.from_numpy(tiles_of)
 
-    def __call__(self, query: Tensor, kv_cache: Tensor) -> Tensor:
-        """query [R, H, D], kv_cache [2, num_blocks, block_size, H_kv, D] -> [R, H, D]."""
+    def __call__(self, query: Tensor, cache: LayerKVCache) -> Tensor:
+        """One query for each request: [R, H, D] -> [R, H, D]."""
         return _attend(
             query,
-            kv_cache,
+            cache.pages,
             self.places,
             self.index,
             self.offsets,
@@ -131,10 +132,9 @@ def _attend(
     return output.div_(total.unsqueeze(-1))
 
 
-def can_run(query: Tensor, kv_cache: Tensor) -> bool:
-    """Whether these tensors can go this way: float32 on the CPU, with a PyTorch that has the products."""
-    on_cpu = query.device.type == kv_cache.device.type == "cpu"
-    return on_cpu and query.dtype == kv_cache.dtype == torch.float32 and _has_products()
+def can_run(cache: LayerKVCache) -> bool:
+    """Whether pages can be read this way: float32 on the CPU, with a PyTorch that has the products."""
+    return cache.device.type == "cpu" and cache.dtype == torch.float32 and _has_products()
 
 
 @functools.cache
@@ -142,12 +142,13 @@ def _has_products() -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch says once that its sparse tensors are in beta
         try:
-            longest = 2 * TILE + 1
+            longest, here = 2 * TILE + 1, {"dtype": torch.float32, "device": "cpu"}
             for seq_lens in ([1], [1, longest]):  # without and with merging
-                tables = torch.arange(longest).expand(len(seq_lens), -1)
-                decode = Decode(tables, seq_lens, 1, torch.Size([2, longest, 1, 1, 4]))
-                ones = torch.ones(len(seq_lens), 1, 4)
-                if (decode(ones, torch.ones(2, longest, 1, 1, 4)) - ones).abs().max() > 1e-5:
+                tables = torch.arange(longest, device="cpu").expand(len(seq_lens), -1)
+                cache = LayerKVCache(torch.ones(2, longest, 1, 1, 4, **here))
+                decode = Decode(tables, seq_lens, 1, cache)
+                ones = torch.ones(len(seq_lens), 1, 4, **here)
+                if (decode(ones, cache) - ones).abs().max() > 1e-5:
                     return False
             return True
         except (AttributeError, RuntimeError):

@@ -57,10 +57,10 @@ class TracedModel(CausalLM):
 
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
-        self.model, self.lm_head = model, model.lm_head
+        self.config, self.model, self.lm_head = model.config, model, model.lm_head
         self.embed, self.final_norm = model.embed, model.final_norm
         layers = model.decoder_layers
-        ids = torch.zeros(2, dtype=torch.int64)
+        ids = torch.zeros(2, dtype=torch.int64, device="cpu")
         x, *rotary = model.embed(ids, ids)
         before = trace(_Before(layers[0]), x, *rotary)
         heads, _, _ = before(x, *rotary)
@@ -89,7 +89,7 @@ def trace_pieces(model: CausalLM) -> CausalLM:
         return model
     try:
         traced = TracedModel(model)
-        ids = torch.arange(3)  # another number of tokens than it was recorded with
+        ids = torch.arange(3, device="cpu")  # another number of tokens than it was recorded with
         expected, got = (m(ids, ids, _values_of_first_head) for m in (model, traced))
         tolerance = 1e-5 if expected.dtype == torch.float32 else 2e-2
         return traced if (got - expected).abs().max() <= tolerance * expected.abs().max() else model

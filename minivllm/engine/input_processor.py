@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.generation_config = generation_config
         self.seed = seed
-        self._num_unseeded = 0
+        self._unseeded = itertools.count(1)
 
     def process(
         self,
@@ -66,6 +67,7 @@ class InputProcessor:
                 cache_salt=cache_salt,
                 eos_token_id=eos_token_id,
                 stop_token_ids=stop_token_ids,
+                end_token_ids=[*stop_token_ids, *self.generation_config.eos_token_ids[:1]],
                 max_tokens=self.max_model_len - len(token_ids) if params.max_tokens is None else params.max_tokens,
             )
             for index in range(params.n)
@@ -158,8 +160,7 @@ class InputProcessor:
         if params.seed is not None:
             return params.seed + index
         # Every request without a seed gets one of its own from the engine's, so that a run can be repeated.
-        self._num_unseeded += 1
-        return int.from_bytes(sha256(f"{self.seed}/{self._num_unseeded}".encode()).digest()[:8], "little")
+        return int.from_bytes(sha256(f"{self.seed}/{next(self._unseeded)}".encode()).digest()[:8], "little")
 
 
 def _is_unicode(text: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from minivllm.core.scheduler import SchedulerOutput
+from minivllm.core.scheduler_output import SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +25,19 @@ PositionLogprobs = Mapping[int, Logprob]
 class ModelOutput:
     """What a step computed.
 
-    sampled_token_ids: one per scheduled request, in scheduling order; None while its prompt is unfinished.
-    logprobs: request id -> logprobs of the sampled token, for requests that asked.
+    sampled_token_ids: a list for each scheduled request, in scheduling order: empty while its prompt is unfinished,
+    one token as a rule, several if drafts were accepted.
+    logprobs: request id -> logprobs of each sampled token, for requests that asked.
     prompt_logprobs: request id -> {position of a prompt token: its logprobs}, for requests that asked.
     """
 
-    sampled_token_ids: Sequence[int | None]
-    logprobs: Mapping[str, PositionLogprobs] = field(default_factory=dict)
+    sampled_token_ids: Sequence[Sequence[int]]
+    logprobs: Mapping[str, Sequence[PositionLogprobs]] = field(default_factory=dict)
     prompt_logprobs: Mapping[str, Mapping[int, PositionLogprobs]] = field(default_factory=dict)
 
 
 class Executor(Protocol):
-    """Runs one step. The scheduler decides and the executor computes; neither looks into the other."""
+    """Runs one step. The scheduler decides and the executor computes; neither looks into the other: what passes
+    between them is data, and can go through a pipe."""
 
-    def execute(self, output: SchedulerOutput) -> ModelOutput: ...
+    def execute(self, scheduler_output: SchedulerOutput) -> ModelOutput: ...

@@ -5,16 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from hashlib import sha256
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.executor.base import Logprob, PositionLogprobs
-from minivllm.request import Request
+from minivllm.sampling_params import SamplingParams
 
 PIECE = 256  # numbers of a row that are summed or compared at once
 CANDIDATES = 256  # the largest logits of a row, among which top-k and top-p usually end
+
+
+class Sampled(Protocol):
+    """What sampling must know of a request."""
+
+    request_id: str
+    token_ids: list[int]  # prompt and output
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    end_token_ids: frozenset[int]
+
+    @property
+    def num_output_tokens(self) -> int: ...
 
 
 def uniform(seed: int, position: int) -> float:
@@ -25,7 +39,7 @@ def uniform(seed: int, position: int) -> float:
     return int.from_bytes(sha256(f"{seed}:{position}".encode()).digest()[:4], "little") / 2**32
 
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> tuple[list[int], dict[str, PositionLogprobs]]:
+def sample(logits: Tensor, requests: Sequence[Sampled]) -> tuple[list[int], dict[str, PositionLogprobs]]:
     """The next token of each request, and the logprobs of those that asked for them.
 
     logits [N, V] float32, one row per request; changed in place. The order of operations is vLLM's: reported
@@ -65,14 +79,14 @@ def first_largest(logits: Tensor) -> Tensor:
         return logits.argmax(dim=-1)
     pieces = logits[:, :whole].unflatten(1, (-1, PIECE))
     largest, piece = pieces.amax(dim=-1).max(dim=-1)
-    token = piece * PIECE + pieces[torch.arange(len(logits)), piece].argmax(dim=-1)
+    token = piece * PIECE + pieces[torch.arange(len(logits), device="cpu"), piece].argmax(dim=-1)
     if whole < logits.shape[1]:
         rest = logits[:, whole:].max(dim=-1)
         token = torch.where(rest.values > largest, rest.indices + whole, token)
     return token
 
 
-def _mask_and_bias(logits: Tensor, requests: Sequence[Request]) -> None:
+def _mask_and_bias(logits: Tensor, requests: Sequence[Sampled]) -> None:
     """No end before min_tokens, then logit_bias: one operation each, for all rows that ask for it."""
     masked: list[tuple[int, int]] = []  # (row, token)
     biased: list[tuple[int, int]] = []
@@ -80,8 +94,7 @@ def _mask_and_bias(logits: Tensor, requests: Sequence[Request]) -> None:
     for row, request in enumerate(requests):
         params = request.sampling_params
         if request.num_output_tokens < params.min_tokens:
-            ends = {*request.stop_token_ids, request.eos_token_id} - {None}
-            masked += [(row, token_id) for token_id in ends]
+            masked += [(row, token_id) for token_id in request.end_token_ids]
         if params.logit_bias:
             biased += [(row, token_id) for token_id in params.logit_bias]
             biases += params.logit_bias.values()
@@ -96,43 +109,53 @@ def _index(places: Sequence[tuple[int, int]], logits: Tensor) -> tuple[Tensor, T
     return rows, token_ids
 
 
-def apply_penalties(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+def apply_penalties(logits: Tensor, requests: Sequence[Sampled]) -> Tensor:
     """logits [N, V] with repetition (prompt and output), frequency and presence (output only) penalties applied.
 
     repetition: positive logits are divided, negative ones multiplied. frequency: subtracted once per occurrence.
     presence: subtracted once.
     """
     num_tokens, device = logits.shape[1], logits.device
-    seen = torch.zeros(logits.shape, dtype=torch.bool)
-    counts = torch.zeros(logits.shape)
+    seen = torch.zeros(logits.shape, dtype=torch.bool, device="cpu")
+    counts = torch.zeros(logits.shape, dtype=torch.float32, device="cpu")
     for i, request in enumerate(requests):
-        seen[i, request.all_token_ids] = True
-        counts[i] = torch.bincount(torch.tensor(request.output_token_ids, dtype=torch.int64), minlength=num_tokens)
+        seen[i, request.token_ids] = True
+        output = torch.tensor(request.token_ids[request.num_prompt_tokens :], dtype=torch.int64, device="cpu")
+        counts[i] = torch.bincount(output, minlength=num_tokens)
     seen, counts = seen.to(device), counts.to(device)
 
     def column(name: str) -> Tensor:
-        return torch.tensor([getattr(r.sampling_params, name) for r in requests], device=device)[:, None]
+        return torch.tensor([getattr(r.sampling_params, name) for r in requests], dtype=torch.float32, device=device)[
+            :, None
+        ]
 
     repetition = column("repetition_penalty")
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
     return logits - column("frequency_penalty") * counts - column("presence_penalty") * (counts > 0)
 
 
-def _sample_random(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+def _sample_random(logits: Tensor, requests: Sequence[Sampled]) -> Tensor:
     """[N, V] -> [N]: one draw per row, by inverting the cumulative distribution at the row's own random number."""
     device = logits.device
     if device.type == "mps":  # no float64 there
         logits = logits.cpu()
     params = [request.sampling_params for request in requests]
-    logits = logits / torch.tensor([p.temperature for p in params], device=logits.device)[:, None]
+    logits = logits / _column([p.temperature for p in params], logits.device)
     if any(p.min_p > 0 for p in params):
-        floor = torch.tensor([p.min_p for p in params], device=logits.device)[:, None].log()  # log(0) = -inf: off
+        floor = torch.tensor([p.min_p for p in params], dtype=torch.float32, device=logits.device)[
+            :, None
+        ].log()  # log(0) = -inf: off
         logits = logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + floor, -math.inf)
     cut = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
     if cut:
         logits[cut] = apply_top_k_top_p(logits[cut], [params[i].top_k for i in cut], [params[i].top_p for i in cut])
-    u = [uniform(p.seed, request.num_tokens) for p, request in zip(params, requests, strict=True)]
+    u = [uniform(p.seed, len(request.token_ids)) for p, request in zip(params, requests, strict=True)]
     return draw(logits.softmax(dim=-1), torch.tensor(u, dtype=torch.float64, device=logits.device)).to(device)
+
+
+def _column(values: Sequence[float], device: torch.device) -> Tensor:
+    """[N] numbers -> [N, 1] float32."""
+    return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
 
 
 def draw(probs: Tensor, u: Tensor) -> Tensor:
@@ -158,7 +181,7 @@ def apply_top_k_top_p(logits: Tensor, top_k: Sequence[int], top_p: Sequence[floa
     num_tokens = logits.shape[1]
     k = torch.tensor([min(k, num_tokens) if k > 0 else num_tokens for k in top_k], device=logits.device)[:, None]
     # 1.0 must keep every token, also where rounding lets the running sum reach 1 early.
-    p = torch.tensor([p if p < 1 else math.inf for p in top_p], device=logits.device)[:, None]
+    p = _column([p if p < 1 else math.inf for p in top_p], logits.device)
     if logits.device.type != "cpu" or num_tokens <= CANDIDATES:
         return _cut(logits, *logits.sort(dim=-1, descending=True), k, p)[0]
     # A sort of 50,000 numbers takes as long as a layer of the model, and what stays is usually among the first few.

@@ -2,159 +2,192 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.attention import AttentionMetadata, get_backend, write_kv
-from minivllm.core.scheduler import SchedulerOutput
-from minivllm.cpu import host_memory
+from minivllm.attention import AttentionBackend, AttentionMetadata, KVCache
+from minivllm.core.scheduler_output import SchedulerOutput
 from minivllm.executor.base import ModelOutput, PositionLogprobs
 from minivllm.executor.sampler import sample, top_logprobs
-from minivllm.model_config import ModelConfig
-from minivllm.request import Request
+from minivllm.models.causal_lm import CausalLM
+from minivllm.sampling_params import SamplingParams
 from minivllm.units import cdiv
 
 # Rows of logits that are in memory at once when a whole prompt's are wanted: 256 x 50,000 x 4 bytes = 51 MB.
 LOGITS_CHUNK = 256
 
 
-class TorchExecutor:
-    """Owns the weights, the KV cache and one block table per running request.
+@dataclass(slots=True)
+class CachedRequestState:
+    """What the executor keeps of a request: the scheduler tells it once, and then only what is new."""
 
-    kv_cache: [layers, 2, num_blocks, block_size, num_kv_heads, head_dim].
-    on_logits: a hook for tests, `on_logits(request, first_position, logits [n, V])`; while it is set, logits are
-    computed for every token of every step.
+    request_id: str
+    token_ids: list[int]  # prompt and output
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    end_token_ids: frozenset[int]
+    block_table: np.ndarray  # [max_blocks], 0 behind the end
+    num_blocks: int = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+class TorchExecutor:
+    """Owns the weights, the KV cache, and the tokens and block table of each request.
+
+    on_step: a hook, `on_step(scheduler_output, metadata)` before each forward pass.
+    on_logits: a hook, `on_logits(request, first_position, logits [n, V])`; while it is set, logits are computed for
+    every token of every step.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        config: ModelConfig,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_model_len: int,
-        attention_backend: str = "fast",
-    ) -> None:
+    def __init__(self, model: CausalLM, kv_cache: KVCache, attention: AttentionBackend, max_model_len: int) -> None:
         self.model = model
-        self.attention = get_backend(attention_backend)
-        self.block_size = block_size
-        self.max_blocks_per_request = cdiv(max_model_len, block_size)
-        weight = next(model.parameters())
-        self.device = weight.device
-        shape = (config.num_hidden_layers, 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-        self.kv_cache = host_memory.zeros(shape, weight.dtype, weight.device)
-        self.layer_caches = self.kv_cache.unbind(0)
-        self.block_tables: dict[str, np.ndarray] = {}
-        self.num_blocks_of: dict[str, int] = {}
-        self.on_logits: Callable[[Request, int, Tensor], None] | None = None
+        self.kv_cache = kv_cache
+        self.attention = attention
+        self.block_size = kv_cache[0].block_size
+        self.device = kv_cache[0].device
+        self.num_heads = model.config.num_attention_heads
+        self.max_blocks_per_request = cdiv(max_model_len, self.block_size)
+        self.requests: dict[str, CachedRequestState] = {}
+        self.on_step: Callable[[SchedulerOutput, AttentionMetadata], None] | None = None
+        self.on_logits: Callable[[CachedRequestState, int, Tensor], None] | None = None
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput) -> ModelOutput:
+    def execute(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """One forward pass over everything that was scheduled, then one sampled token per finished prompt."""
-        self._update_block_tables(output)
-        if not output.scheduled:
+        self._update_states(scheduler_output)
+        if not scheduler_output.num_scheduled_tokens:
             return ModelOutput([])
-        token_ids, positions, metadata = self._prepare(output)
+        token_ids, positions, metadata = self._prepare(scheduler_output)
+        if self.on_step is not None:
+            self.on_step(scheduler_output, metadata)
+        plan = self.attention.plan(metadata, self.num_heads, self.kv_cache[0])
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            layer_cache = self.layer_caches[layer]
-            write_kv(layer_cache, key, value, metadata.slot_mapping)
-            return self.attention(query, layer_cache, metadata)
+            cache = self.kv_cache[layer]
+            cache.write(key, value, metadata.slot_mapping)
+            return self.attention.forward(query, cache, plan)
 
-        hidden = self.model(token_ids, positions, attend)
-        return self._sample(output, hidden, metadata.query_start_loc)
+        with _no_autocast(self.device.type):
+            hidden = self.model(token_ids, positions, attend)
+            return self._sample(scheduler_output, hidden, metadata.query_start_loc)
 
-    def _update_block_tables(self, output: SchedulerOutput) -> None:
-        for request_id in [*output.finished_req_ids, *(request.request_id for request in output.preempted)]:
-            self.block_tables.pop(request_id, None)
-            self.num_blocks_of.pop(request_id, None)
-        for request_id, block_ids in output.new_block_ids.items():
-            if request_id in output.num_hit_tokens:  # admitted in this step: the whole table comes
-                self.block_tables[request_id] = np.zeros(self.max_blocks_per_request, dtype=np.int64)
-                self.num_blocks_of[request_id] = 0
-            first = self.num_blocks_of[request_id]
-            self.block_tables[request_id][first : first + len(block_ids)] = block_ids
-            self.num_blocks_of[request_id] = first + len(block_ids)
+    def _update_states(self, scheduler_output: SchedulerOutput) -> None:
+        """Bring requests and block tables up to date with what the scheduler has decided."""
+        if scheduler_output.start_over:
+            self.requests.clear()
+        for request_id in scheduler_output.finished_req_ids:
+            self.requests.pop(request_id, None)
+        for new in scheduler_output.new_requests:
+            self.requests[new.request_id] = CachedRequestState(
+                new.request_id,
+                list(new.token_ids),
+                new.num_prompt_tokens,
+                new.sampling_params,
+                new.end_token_ids,
+                np.zeros(self.max_blocks_per_request, dtype=np.int64),
+            )
+        for request_id, block_ids in scheduler_output.new_block_ids.items():
+            request = self.requests[request_id]
+            if request_id in scheduler_output.num_hit_tokens:  # admitted in this step: the whole table comes
+                request.num_blocks = 0
+                request.block_table[:] = 0
+            end = request.num_blocks + len(block_ids)
+            request.block_table[request.num_blocks : end] = block_ids
+            request.num_blocks = end
 
-    def _prepare(self, output: SchedulerOutput) -> tuple[Tensor, Tensor, AttentionMetadata]:
+    def _prepare(self, scheduler_output: SchedulerOutput) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """token_ids [T], positions [T] and the attention metadata of a step."""
         token_ids: list[int] = []
-        query_lens, seq_lens = [], []
-        for request in output.scheduled:
-            num_scheduled = output.num_scheduled_tokens[request.request_id]
-            end = request.num_computed_tokens  # the scheduler has advanced it past this step
-            token_ids += request.all_token_ids[end - num_scheduled : end]
+        query_lens, seq_lens, tables = [], [], []
+        for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+            request, start = self.requests[request_id], scheduler_output.num_computed_tokens[request_id]
+            token_ids += request.token_ids[start : start + num_scheduled]
             query_lens.append(num_scheduled)
-            seq_lens.append(end)
-        width = cdiv(max(seq_lens), self.block_size)
-        tables = np.stack([self.block_tables[request.request_id][:width] for request in output.scheduled])
+            seq_lens.append(start + num_scheduled)
+            tables.append(request.block_table)
+        block_tables = np.stack(tables)[:, : cdiv(max(seq_lens), self.block_size)]
 
         query_start_loc = np.concatenate([[0], np.cumsum(query_lens)])
         row = np.repeat(np.arange(len(seq_lens)), query_lens)  # [T]: the request of each token
         offset_in_chunk = np.arange(len(token_ids)) - query_start_loc[row]
         positions = (np.array(seq_lens) - query_lens)[row] + offset_in_chunk
         block, offset = np.divmod(positions, self.block_size)
-        slot_mapping = tables[row, block] * self.block_size + offset
+        slot_mapping = block_tables[row, block] * self.block_size + offset
 
-        def to_device(array: np.ndarray | list[int]) -> Tensor:
-            return torch.as_tensor(array, dtype=torch.int64).to(self.device, non_blocking=True)
+        def to_device(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(self.device, non_blocking=True)
 
         metadata = AttentionMetadata(
             slot_mapping=to_device(slot_mapping),
-            block_tables=to_device(tables),
+            block_tables=to_device(np.ascontiguousarray(block_tables)),
             query_start_loc=query_start_loc.tolist(),
             seq_lens=seq_lens,
         )
-        return to_device(token_ids), to_device(positions), metadata
+        return to_device(np.array(token_ids, dtype=np.int64)), to_device(positions), metadata
 
-    def _sample(self, output: SchedulerOutput, hidden: Tensor, query_start_loc: Sequence[int]) -> ModelOutput:
+    def _sample(self, scheduler_output: SchedulerOutput, hidden: Tensor, query_start_loc: Sequence[int]) -> ModelOutput:
         # Only the last token of a request whose known tokens are all computed has something to say.
         rows, requests = [], []
-        sampled: list[int | None] = [None] * len(output.scheduled)
-        places = []
-        for i, request in enumerate(output.scheduled):
-            if request.num_computed_tokens >= request.num_tokens:
+        sampled: list[list[int]] = []
+        samples: list[list[int]] = []  # of `sampled`, those that get a token
+        for i, (request_id, num_scheduled) in enumerate(scheduler_output.num_scheduled_tokens.items()):
+            request, tokens = self.requests[request_id], []
+            sampled.append(tokens)
+            if scheduler_output.num_computed_tokens[request_id] + num_scheduled >= len(request.token_ids):
                 rows.append(query_start_loc[i + 1] - 1)
                 requests.append(request)
-                places.append(i)
+                samples.append(tokens)
         if self.on_logits is not None:
-            self._show_logits(output, hidden, query_start_loc)
-        result = ModelOutput(sampled, prompt_logprobs=self._prompt_logprobs(output, hidden, query_start_loc))
+            self._show_logits(scheduler_output, hidden, query_start_loc)
+        result = ModelOutput(sampled, prompt_logprobs=self._prompt_logprobs(scheduler_output, hidden, query_start_loc))
         if rows:
             last = hidden if len(rows) == len(hidden) else hidden[rows]
             logits = self.model.compute_logits(last).float()
-            token_ids, result.logprobs = sample(logits, requests)
-            for place, token_id in zip(places, token_ids, strict=True):
-                sampled[place] = token_id
+            token_ids, reported = sample(logits, requests)
+            result.logprobs = {request_id: [row] for request_id, row in reported.items()}
+            for request, tokens, token_id in zip(requests, samples, token_ids, strict=True):
+                tokens.append(token_id)
+                request.token_ids.append(token_id)
         return result
 
     def _prompt_logprobs(
-        self, output: SchedulerOutput, hidden: Tensor, query_start_loc: Sequence[int]
+        self, scheduler_output: SchedulerOutput, hidden: Tensor, query_start_loc: Sequence[int]
     ) -> dict[str, dict[int, PositionLogprobs]]:
         """Logprobs of prompt tokens: the row at position p judges the token at p + 1."""
         result: dict[str, dict[int, PositionLogprobs]] = {}
-        for i, request in enumerate(output.scheduled):
+        for i, (request_id, num_scheduled) in enumerate(scheduler_output.num_scheduled_tokens.items()):
+            request = self.requests[request_id]
             count = request.sampling_params.prompt_logprobs
             if count is None:
                 continue
-            first = request.num_computed_tokens - output.num_scheduled_tokens[request.request_id]
-            end = min(request.num_computed_tokens, request.num_prompt_tokens - 1)
-            judged = result.setdefault(request.request_id, {})
+            first = scheduler_output.num_computed_tokens[request_id]
+            end = min(first + num_scheduled, request.num_prompt_tokens - 1)
+            judged = result.setdefault(request_id, {})
             for start in range(first, end, LOGITS_CHUNK):
                 stop = min(start + LOGITS_CHUNK, end)
                 row = query_start_loc[i] + start - first
                 logits = self.model.compute_logits(hidden[row : row + stop - start]).float()
-                targets = request.all_token_ids[start + 1 : stop + 1]
+                targets = request.token_ids[start + 1 : stop + 1]
                 reports = top_logprobs(logits.log_softmax(dim=-1), targets, [count] * len(targets))
                 judged.update(zip(range(start + 1, stop + 1), reports, strict=True))
         return result
 
-    def _show_logits(self, output: SchedulerOutput, hidden: Tensor, query_start_loc: Sequence[int]) -> None:
+    def _show_logits(self, scheduler_output: SchedulerOutput, hidden: Tensor, query_start_loc: Sequence[int]) -> None:
         logits = self.model.compute_logits(hidden).float()
-        for i, request in enumerate(output.scheduled):
-            first = request.num_computed_tokens - output.num_scheduled_tokens[request.request_id]
-            self.on_logits(request, first, logits[query_start_loc[i] : query_start_loc[i + 1]])
+        for i, request_id in enumerate(scheduler_output.num_scheduled_tokens):
+            first = scheduler_output.num_computed_tokens[request_id]
+            self.on_logits(self.requests[request_id], first, logits[query_start_loc[i] : query_start_loc[i + 1]])
+
+
+def _no_autocast(device_type: str) -> contextlib.AbstractContextManager:
+    """What a caller has wrapped around us changes no dtype here."""
+    is_on = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if is_on else contextlib.nullcontext()

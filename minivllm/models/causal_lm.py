@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from minivllm.model_config import ModelConfig
 from minivllm.models.layers import Attend
 
 
@@ -34,6 +35,7 @@ class CausalLM(nn.Module):
     `attend(layer, q [T, H, D], k [T, H_kv, D], v [T, H_kv, D]) -> [T, H, D]`.
     """
 
+    config: ModelConfig
     lm_head: nn.Module
 
     @property

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.attention import BACKENDS, AttentionMetadata, get_backend, write_kv
+from minivllm.attention import BACKENDS, AttentionMetadata, LayerKVCache, get_backend
 
 requests = st.lists(
     st.integers(1, 40).flatmap(lambda seq_len: st.tuples(st.just(seq_len), st.integers(1, seq_len))),
@@ -45,7 +45,7 @@ def make_case(
     metadata = AttentionMetadata(
         torch.tensor(slots, device=device), tables.to(device), query_start_loc, [seq_len for seq_len, _ in lengths]
     )
-    return query.to(device), kv_cache.to(device), metadata, dense
+    return query.to(device), LayerKVCache(kv_cache.to(device)), metadata, dense
 
 
 def dense_attention(query, metadata, dense):
@@ -93,7 +93,7 @@ def test_half_precision_stays_near_the_reference(backend, dtype, tolerance):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_large_scores_do_not_overflow(backend):
     query, kv_cache, metadata, dense = make_case([(40, 1), (17, 17)], 4, 1, 2, 8)
-    query, kv_cache = query * 100, kv_cache * 100
+    query, kv_cache = query * 100, LayerKVCache(kv_cache.pages * 100)
     dense = [(k * 100, v * 100) for k, v in dense]
     out = get_backend(backend)(query, kv_cache, metadata)
     torch.testing.assert_close(out.double(), dense_attention(query, metadata, dense), atol=1e-2, rtol=1e-4)
@@ -109,10 +109,10 @@ def test_a_wrong_table_changes_the_result(backend):
     assert (attend(query, kv_cache, metadata) - attend(query, kv_cache, swapped)).abs().max() > 0.1
 
 
-def test_write_kv_touches_its_slots_only():
+def test_write_touches_its_slots_only():
     kv_cache = torch.zeros(2, 4, 3, 2, 5)
     key, value = torch.randn(2, 2, 2, 5)
-    write_kv(kv_cache, key, value, torch.tensor([3 * 3 + 1, 1 * 3 + 2]))
+    LayerKVCache(kv_cache).write(key, value, torch.tensor([3 * 3 + 1, 1 * 3 + 2]))
     assert torch.equal(kv_cache[0, 3, 1], key[0]) and torch.equal(kv_cache[1, 1, 2], value[1])
     assert kv_cache.count_nonzero() == key.numel() + value.numel()
 

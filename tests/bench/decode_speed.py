@@ -24,7 +24,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     length, num_requests = args.prompt + args.output, max(args.batch)
     llm = LLM(args.model, max_model_len=length, max_num_seqs=num_requests, max_log_steps=1)
-    llm.executor.kv_cache.fill_(0)  # the system hands memory out at its first use; a server has that behind it
+    llm.executor.kv_cache.pages.fill_(0)  # the system hands memory out at its first use; a server has that behind it
     engine = llm.llm_engine
     numbers = iter(range(10**9))
 

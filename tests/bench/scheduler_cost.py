@@ -11,11 +11,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "peers"))
+sys.path[:0] = [str(Path(__file__).parent / "peers"), str(Path(__file__).parents[1])]
+from helpers.executors import TokenExecutor
 from scheduler_workload import config, parse_args, prompts, report, timed_steps
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.core.scheduler import Scheduler, SchedulerOutput
+from minivllm.core.scheduler import Scheduler
 from minivllm.request import Request
 from minivllm.sampling_params import SamplingParams
 
@@ -26,14 +27,11 @@ def main() -> None:
     cache = {name: settings.pop(name) for name in ("num_blocks", "block_size", "enable_prefix_caching", "watermark")}
     params = SamplingParams(max_tokens=args.output, ignore_eos=True)
 
-    def sample(output: SchedulerOutput) -> list[int | None]:
-        return [7 if request.num_computed_tokens >= request.num_tokens else None for request in output.scheduled]
-
     def run() -> Iterator[tuple[float, int]]:
         scheduler = Scheduler(SchedulerConfig(**settings), CacheConfig(**cache))
         for number, prompt in enumerate(prompts(args)):
             scheduler.add_request(Request(str(number), prompt, params))
-        return timed_steps(scheduler, sample)
+        return timed_steps(scheduler, TokenExecutor().sample)
 
     report(args, run)
 

@@ -31,9 +31,9 @@ def make_request(name, prompt, max_tokens=8, **kwargs):
 def step(scheduler, tokens=None):
     """One step; every request that is due gets its token from `tokens` (default: 1000)."""
     output = scheduler.schedule()
+    requests = [scheduler.requests[request_id] for request_id in output.num_scheduled_tokens]
     sampled = [
-        (tokens or {}).get(r.request_id, 1000) if r.num_computed_tokens >= r.num_tokens else None
-        for r in output.scheduled
+        [(tokens or {}).get(r.request_id, 1000)] if r.num_computed_tokens >= r.num_tokens else [] for r in requests
     ]
     finished = scheduler.update_from_output(output, sampled)
     scheduler.kv_cache_manager.check_invariants()
@@ -126,9 +126,9 @@ class TestAborts:
         scheduler = make_scheduler(num_blocks=6, max_model_len=20, enable_prefix_caching=False)
         scheduler.add_request(make_request("a", list(range(8)), max_tokens=12))
         scheduler.add_request(make_request("b", list(range(50, 58)), max_tokens=12))
-        while not (output := step(scheduler)[0]).preempted:
+        while not (output := step(scheduler)[0]).preempted_req_ids:
             pass
-        assert [r.request_id for r in output.preempted] == ["b"]
+        assert output.preempted_req_ids == ["b"]
         scheduler.finish_requests(["b"], RequestStatus.FINISHED_ABORTED)
         assert len(scheduler.waiting) == 0
         scheduler.kv_cache_manager.check_invariants()
@@ -281,7 +281,7 @@ class TestBudgetAndOrder:
         step(scheduler)
         scheduler.add_request(make_request("c", [7], max_tokens=1))
         output, _ = step(scheduler)  # a takes the last block, b has to go, and its blocks stay free for now
-        assert [r.request_id for r in output.preempted] == ["b"]
+        assert output.preempted_req_ids == ["b"]
         assert output.num_scheduled_tokens == {"a": 1} and output.num_free_blocks == 2
         assert [r.request_id for r in scheduler.waiting] == ["b", "c"]
 
@@ -295,7 +295,7 @@ class TestBudgetAndOrder:
         scheduled = []
         while scheduler.has_unfinished_requests():
             output, _ = step(scheduler)
-            scheduled.append((output.num_scheduled_tokens, [r.request_id for r in output.preempted]))
+            scheduled.append((output.num_scheduled_tokens, output.preempted_req_ids))
         assert scheduled[4] == ({}, ["low"])
         assert scheduled[5] == ({"high": 1}, [])
 
@@ -327,7 +327,7 @@ class TestKnownHole:
             {"low": 8, "high": 8},
             {"high": 4},
         ]
-        assert [r.request_id for r in outputs[2].preempted] == ["low"]
+        assert outputs[2].preempted_req_ids == ["low"]
         return outputs[3]
 
     def test_the_hole(self, monkeypatch):

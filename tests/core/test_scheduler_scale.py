@@ -6,6 +6,7 @@ Counted in executed lines of Python, which repeat exactly. (`tests/bench/schedul
 import sys
 
 import pytest
+from helpers.executors import TokenExecutor
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.scheduler import Scheduler
@@ -25,6 +26,7 @@ def lines_per_request_and_step(waiting: int, pool: int) -> float:
     for number in range(RUNNING + waiting):
         prompt = range(number * PROMPT, (number + 1) * PROMPT)
         scheduler.add_request(Request(str(number), prompt, SamplingParams(max_tokens=OUTPUT, ignore_eos=True)))
+    executor = TokenExecutor()
     lines = request_steps = 0
 
     def count(frame, event, _):
@@ -38,12 +40,12 @@ def lines_per_request_and_step(waiting: int, pool: int) -> float:
             sys.settrace(count)
             output = scheduler.schedule()
             sys.settrace(outer)
-            sampled = [7 if r.num_computed_tokens >= r.num_tokens else None for r in output.scheduled]
+            sampled = executor.sample(output)
             sys.settrace(count)
             scheduler.update_from_output(output, sampled)
         finally:
             sys.settrace(outer)
-        request_steps += len(output.scheduled)
+        request_steps += len(output.num_scheduled_tokens)
     return lines / request_steps
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_backends import dense_attention, make_case
 
-from minivllm.attention import get_backend
+from minivllm.attention import LayerKVCache, get_backend
 from minivllm.cpu import paged_decode
 
 
@@ -30,7 +30,7 @@ def test_any_tile_gives_dense_attention(seq_lens, tile, block_size, num_kv_heads
     query = query * scale
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged_decode, "TILE", tile)
-        out = paged_decode.Decode(metadata.block_tables, seq_lens, query.shape[1], kv_cache.shape)(query, kv_cache)
+        out = paged_decode.Decode(metadata.block_tables, seq_lens, query.shape[1], kv_cache)(query, kv_cache)
     expected = dense_attention(query, metadata, dense)
     torch.testing.assert_close(out.double(), expected, atol=2e-6 * scale, rtol=1e-5)
 
@@ -40,7 +40,7 @@ def test_real_sizes():
     tile = paged_decode.TILE
     lengths = [(n, 1) for n in (1, tile - 1, tile, tile + 1, 2 * tile, 2 * tile + 1, 5 * tile, 700)]
     query, kv_cache, metadata, dense = make_case(lengths, 16, 3, 3, 64, poison=math.nan)
-    assert paged_decode.can_run(query, kv_cache)
+    assert paged_decode.can_run(kv_cache)
     out = get_backend("fast")(query, kv_cache, metadata)
     torch.testing.assert_close(out.double(), dense_attention(query, metadata, dense), atol=2e-6, rtol=1e-5)
 
@@ -48,7 +48,7 @@ def test_real_sizes():
 def test_it_can_be_called_again():
     """One plan serves all layers, and what a call leaves in it counts for nothing."""
     query, kv_cache, metadata, dense = make_case([(300, 1), (9, 1)], 16, 1, 2, 8)
-    decode = paged_decode.Decode(metadata.block_tables, metadata.seq_lens, query.shape[1], kv_cache.shape)
+    decode = paged_decode.Decode(metadata.block_tables, metadata.seq_lens, query.shape[1], kv_cache)
     decode(query * 50, kv_cache)
     out = decode(query, kv_cache)
     torch.testing.assert_close(out.double(), dense_attention(query, metadata, dense), atol=2e-6, rtol=1e-5)
@@ -64,7 +64,7 @@ def test_it_can_be_called_again():
 )
 def test_a_table_out_of_the_cache_is_refused(table, seq_len, message):
     with pytest.raises(IndexError, match=message):
-        paged_decode.Decode(torch.tensor([table]), [seq_len], 1, torch.Size([2, 2, 4, 1, 8]))
+        paged_decode.Decode(torch.tensor([table]), [seq_len], 1, LayerKVCache(torch.zeros(2, 2, 4, 1, 8)))
 
 
 @pytest.mark.parametrize("why", ["dtype", "no products"])
@@ -81,6 +81,6 @@ def test_the_gathered_way_runs_where_this_one_cannot(why, monkeypatch):
         monkeypatch.setattr(paged_decode, "_attend", missing)
         paged_decode._has_products.cache_clear()
         monkeypatch.setattr(paged_decode, "_has_products", paged_decode._has_products.__wrapped__)
-    assert not paged_decode.can_run(query, kv_cache)
+    assert not paged_decode.can_run(kv_cache)
     out = get_backend("fast")(query, kv_cache, metadata)
     torch.testing.assert_close(out.double(), dense_attention(query, metadata, dense), atol=2e-6, rtol=1e-5)

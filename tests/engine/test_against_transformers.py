@@ -51,7 +51,7 @@ def test_logits_at_every_position(pair, run):
     assert run != "cached" or max(max(e.hits.values(), default=0) for e in events) == 20
     assert run != "preempted" or any(e.preempted for e in events)
     for request_id, rows in recorder.logits.items():
-        expected = expected_logits(oracle, torch.tensor(recorder.requests[request_id].all_token_ids))
+        expected = expected_logits(oracle, torch.tensor(recorder.requests[request_id].token_ids))
         got = torch.stack([rows[position] for position in sorted(rows)])
         # A cached prefix is not computed again, so its positions have no logits of this request.
         torch.testing.assert_close(got, expected[sorted(rows)], atol=1e-4, rtol=0)

@@ -14,9 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minivllm.core import KVCacheManager
-from minivllm.cpu import paged_decode
-from minivllm.cpu.packed_linear import pack_weights
-from minivllm.cpu.traced import trace_pieces
+from minivllm.cpu import CPUKernels, paged_decode, prepare
 from minivllm.sampling_params import SamplingParams
 
 MAX_MODEL_LEN = 64
@@ -24,13 +22,8 @@ TOLERANCE = 1e-4
 MODELS = {family: random_model(family) for family in ("gpt2", "llama")}
 
 
-def prepare(model: torch.nn.Module) -> torch.nn.Module:
-    """As `LLM` does it, but with all layers packed: these are smaller than any that it would pack."""
-    pack_weights(model, min_bytes=0)
-    return trace_pieces(model)
-
-
-PREPARED = {family: prepare(random_model(family)[0]) for family in MODELS}
+# As `LLM` does it, but with all layers packed: these are smaller than any that it would pack.
+PREPARED = {family: prepare(random_model(family)[0], CPUKernels(), min_packed_bytes=0) for family in MODELS}
 
 
 @st.composite
@@ -50,7 +43,7 @@ def workloads(draw):
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 5, 16])),
         "enable_prefix_caching": draw(st.sampled_from([True, True, False])),
         "watermark": draw(st.sampled_from([0.0, 0.0, 0.1])),
-        "policy": policy,
+        "scheduling_policy": policy,
         "attention_backend": draw(st.sampled_from(["fast", "fast", "fast", "blockwise", "reference"])),
     }
     requests = []
@@ -122,7 +115,7 @@ def _run_workload(family: str, form: dict, config: dict, requests: list[dict]) -
         "prefill beside decode": any(1 in e.scheduled.values() and max(e.scheduled.values()) > 1 for e in log),
         "chunked prompt": any(event.computed[r] < prompt_len[r] for event in log for r in event.scheduled),
         "abort": bool(aborted),
-        "priority": config["policy"] == "priority",
+        "priority": config["scheduling_policy"] == "priority",
     }
     return {kind for kind, present in kinds.items() if present}
 
@@ -202,7 +195,7 @@ def run_hole_scenario():
         num_blocks=9,
         block_size=4,
         max_model_len=28,
-        policy="priority",
+        scheduling_policy="priority",
         max_num_seqs=4,
         max_num_batched_tokens=64,
         long_prefill_token_threshold=8,
@@ -234,7 +227,7 @@ def test_the_comparison_sees_a_wrong_block(monkeypatch):
     recorder = LogitsRecorder(engine)
     engine.add_request("a", list(range(20)), SamplingParams(max_tokens=4, temperature=0))
     engine.step()
-    engine.executor.kv_cache[1, 1, 2, 1] += 0.5
+    engine.executor.kv_cache.pages[1, 1, 2, 1] += 0.5
     run_to_the_end(engine)
     assert recorder.largest_error(model) > 100 * TOLERANCE
 

@@ -29,7 +29,11 @@ def idle_afterwards(request):
     if "llm" in request.fixturenames:
         engine = request.getfixturevalue("llm").llm_engine
         engine.scheduler.kv_cache_manager.check_invariants()
-        assert not engine.has_unfinished_requests() and not engine._parents and not engine._states
+        assert (
+            not engine.has_unfinished_requests()
+            and not engine.output_processor.parents
+            and not engine.output_processor.states
+        )
 
 
 def generate(llm, *args, **kwargs):
@@ -250,11 +254,11 @@ class TestInterruption:
                 raise RuntimeError("device lost")
             return attention(*args)
 
-        attention = llm.executor.attention
-        monkeypatch.setattr(llm.executor, "attention", failing)
+        attention = llm.executor.attention.forward
+        monkeypatch.setattr(llm.executor.attention, "forward", failing)
         with pytest.raises(RuntimeError, match="device lost"):
             generate(llm, [list(range(3, 60)), "two"], GREEDY)
-        monkeypatch.setattr(llm.executor, "attention", attention)
+        monkeypatch.setattr(llm.executor.attention, "forward", attention)
         (out,) = generate(llm, list(range(3, 60)), GREEDY)
         assert out.num_cached_tokens == 0  # the failed pass left nothing to hit
         logits = plain_logits(llm.executor.model, out.prompt_token_ids)
@@ -329,7 +333,7 @@ class TestPool:
         )
         assert small.capacity_report == expected and expected in caplog.text
         assert (small.scheduler_config.max_num_batched_tokens, small.scheduler_config.max_num_seqs) == (4096, 256)
-        assert small.executor.kv_cache.shape[1:4] == (2, num_blocks, 16)
+        assert small.executor.kv_cache.pages.shape[1:4] == (2, num_blocks, 16)
 
     def test_bytes_per_block(self):
         # Qwen2.5-7B, 16-bit: 56 KiB per token.
@@ -369,12 +373,12 @@ class TestPool:
 
     def test_half_precision_on_request(self):
         small = LLM("tiny", num_gpu_blocks_override=80, dtype="bfloat16", device="cpu")
-        assert small.executor.kv_cache.dtype == torch.bfloat16
+        assert small.executor.kv_cache[0].dtype == torch.bfloat16
         assert generate(small, "Once upon a time", GREEDY)[0].finished
 
     def test_float32_on_a_cpu_unless_asked_otherwise(self, llm):
         if llm.executor.device.type == "cpu":
-            assert llm.executor.kv_cache.dtype == torch.float32
+            assert llm.executor.kv_cache[0].dtype == torch.float32
 
     def test_mps_is_tried_and_given_up_with_a_word(self, monkeypatch, caplog):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

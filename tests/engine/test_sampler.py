@@ -20,7 +20,7 @@ from minivllm.executor.sampler import (
     top_logprobs,
     uniform,
 )
-from minivllm.request import Request
+from minivllm.executor.torch_executor import CachedRequestState
 from minivllm.sampling_params import SamplingParams
 
 V = 12
@@ -28,10 +28,10 @@ V = 12
 
 def request(name="r", prompt=(1, 2), output=(), eos=None, stop=(), **params):
     params.setdefault("seed", 0)
-    r = Request(name, prompt, SamplingParams(**params), eos_token_id=eos, stop_token_ids=stop)
-    for token_id in output:
-        r.append_output_token_id(token_id)
-    return r
+    ends = frozenset({*stop, eos} - {None})
+    return CachedRequestState(
+        name, [*prompt, *output], len(prompt), SamplingParams(**params), ends, np.zeros(1, dtype=np.int64)
+    )
 
 
 def logits(seed=0, n=1):

@@ -6,10 +6,10 @@ from collections import defaultdict
 
 import torch
 
-from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.core import Scheduler
+from minivllm.cpu import CPUKernels
+from minivllm.engine.args import EngineArgs, build_engine
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.executor.torch_executor import TorchExecutor
+from minivllm.loading.weights import LoadedModel
 from minivllm.model_config import GenerationConfig, ModelConfig, RopeConfig
 from minivllm.models.gpt2 import GPT2
 from minivllm.models.layers import causal_attend
@@ -51,27 +51,15 @@ def random_model(family: str = "llama", seed: int = 0, max_len: int = 256) -> tu
     return model.eval().requires_grad_(False), config
 
 
-def make_engine(model, config, *, num_blocks, block_size, max_model_len=None, **kwargs) -> LLMEngine:
-    """An engine over `model`; kwargs go to SchedulerConfig, CacheConfig, TorchExecutor or LLMEngine by name."""
-    max_model_len = max_model_len or config.max_model_len
-    cache = {k: kwargs.pop(k) for k in ("enable_prefix_caching", "watermark") if k in kwargs}
-    backend = kwargs.pop("attention_backend", "fast")
-    engine = {k: kwargs.pop(k) for k in ("tokenizer", "generation_config", "seed", "clock") if k in kwargs}
-    kwargs.setdefault("max_num_seqs", 8)
-    cache_config = CacheConfig(num_blocks=num_blocks, block_size=block_size, **cache)
-    return LLMEngine(
-        Scheduler(SchedulerConfig(max_model_len=max_model_len, **kwargs), cache_config),
-        TorchExecutor(
-            model,
-            config,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            attention_backend=backend,
-        ),
-        vocab_size=config.vocab_size,
-        **engine,
-    )
+def make_engine(model, config, *, num_blocks, block_size, **settings) -> LLMEngine:
+    """An engine over `model`, as it is: nothing is packed or traced. `settings` are those of EngineArgs."""
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, **settings}
+    if settings.get("enable_chunked_prefill", True) is False:
+        settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], config.max_model_len)
+    as_it_is = CPUKernels(packed_linear=False, traced=False)
+    args = EngineArgs(num_gpu_blocks_override=num_blocks, block_size=block_size, cpu_kernels=as_it_is, **settings)
+    loaded = LoadedModel(config.model_type, model, config, None, GenerationConfig(config.eos_token_ids))
+    return build_engine(args, loaded=loaded)
 
 
 def plain_logits(model, token_ids: list[int]) -> torch.Tensor:
@@ -98,7 +86,7 @@ class LogitsRecorder:
         """The largest difference from the plain forward pass, over all requests, positions and tokens."""
         worst = 0.0
         for request_id, rows in self.logits.items():
-            token_ids = self.requests[request_id].all_token_ids
+            token_ids = self.requests[request_id].token_ids
             expected = plain_logits(model, token_ids)
             for position, row in rows.items():
                 worst = max(worst, (row - expected[position]).abs().max().item())

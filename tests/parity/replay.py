@@ -17,8 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.core import Scheduler
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from helpers.executors import TokenExecutor
+
+from minivllm.core import Scheduler, SchedulerOutput
+from minivllm.engine.args import EngineArgs, build_engine
+from minivllm.engine.core import EngineCore
+from minivllm.executor.base import ModelOutput
 from minivllm.request import Request, RequestStatus
 from minivllm.sampling_params import SamplingParams
 
@@ -126,24 +131,36 @@ def read_scenarios(path: Path) -> Iterator[dict]:
         raise NotATrace(f"{path}: {error}") from None
 
 
-def make_scheduler(config: dict) -> Scheduler:
-    return Scheduler(
-        SchedulerConfig(
-            max_model_len=config["max_model_len"],
-            max_num_seqs=config["max_num_seqs"],
-            max_num_batched_tokens=config["max_num_batched_tokens"],
-            policy=config["policy"],
-            enable_chunked_prefill=config["enable_chunked_prefill"],
-            long_prefill_token_threshold=config["long_prefill_token_threshold"],
-            scheduler_reserve_full_isl=config["scheduler_reserve_full_isl"],
-        ),
-        CacheConfig(
-            num_blocks=config["num_blocks"],
-            block_size=config["block_size"],
-            enable_prefix_caching=config["enable_prefix_caching"],
-            watermark=config["watermark"],
-        ),
+class RecordedTokens(TokenExecutor):
+    """The tokens of a scenario: what the engine runs instead of a model. Looks at the scheduler as it does."""
+
+    def __init__(self, specs: dict[str, dict]) -> None:
+        super().__init__(lambda request_id, j: next_token(specs[request_id], j))
+        self.scheduler: Scheduler | None = None
+        self.observed: dict = {}
+
+    def execute(self, scheduler_output: SchedulerOutput) -> ModelOutput:
+        self.observed = observe_schedule(self.scheduler, scheduler_output)
+        return super().execute(scheduler_output)
+
+
+def make_core(config: dict, executor: RecordedTokens) -> EngineCore:
+    args = EngineArgs(
+        max_model_len=config["max_model_len"],
+        max_num_seqs=config["max_num_seqs"],
+        max_num_batched_tokens=config["max_num_batched_tokens"],
+        scheduling_policy=config["policy"],
+        enable_chunked_prefill=config["enable_chunked_prefill"],
+        long_prefill_token_threshold=config["long_prefill_token_threshold"],
+        scheduler_reserve_full_isl=config["scheduler_reserve_full_isl"],
+        num_gpu_blocks_override=config["num_blocks"],
+        block_size=config["block_size"],
+        enable_prefix_caching=config["enable_prefix_caching"],
+        watermark=config["watermark"],
     )
+    core = build_engine(args, executor=executor, vocab_size=1).engine_core
+    executor.scheduler = core.scheduler
+    return core
 
 
 def make_request(spec: dict, eos_token_id: int | None) -> Request:
@@ -162,10 +179,9 @@ def make_request(spec: dict, eos_token_id: int | None) -> Request:
     )
 
 
-def next_token(request: Request, spec: dict) -> int:
+def next_token(spec: dict, j: int) -> int:
     """Output token j of request i is 500000 + 1000 i + j, unless the scenario has a special one there."""
-    j = request.num_output_tokens
-    return spec.get("special_outputs", {}).get(str(j), 500000 + 1000 * int(request.request_id) + j)
+    return spec.get("special_outputs", {}).get(str(j), 500000 + 1000 * int(spec["id"]) + j)
 
 
 def interventions(scheduler: Scheduler, scenario: dict, step: int) -> dict:
@@ -181,12 +197,12 @@ def interventions(scheduler: Scheduler, scenario: dict, step: int) -> dict:
     return observed
 
 
-def observe_schedule(scheduler: Scheduler, output) -> dict:
+def observe_schedule(scheduler: Scheduler, output: SchedulerOutput) -> dict:
     kv = scheduler.kv_cache_manager
     ids = list(output.num_scheduled_tokens)
     return {
         "scheduled": output.num_scheduled_tokens,
-        "preempted": sorted(request.request_id for request in output.preempted),
+        "preempted": sorted(output.preempted_req_ids),
         "running": [request.request_id for request in scheduler.running],
         "waiting": [request.request_id for request in scheduler.waiting],
         "blocks": {request_id: kv.get_block_ids(request_id) for request_id in ids},
@@ -231,30 +247,25 @@ def replay_scenario(scenario: dict, check_invariants: bool = False) -> tuple[int
     specs = sorted(scenario["requests"], key=lambda spec: (spec["arrival_step"], int(spec["id"])))
     specs_by_id = {spec["id"]: spec for spec in specs}
     try:
-        scheduler = make_scheduler(scenario["config"])
+        executor = RecordedTokens(specs_by_id)
+        core = make_core(scenario["config"], executor)
         requests = {spec["id"]: make_request(spec, scenario.get("eos_token_id")) for spec in specs}
     except ValueError as error:
-        raise NotATrace(f"scenario {name}: {error}") from None
+        raise NotATrace(f"scenario {name}: {str(error).replace('num_gpu_blocks_override', 'num_blocks')}") from None
+    scheduler = core.scheduler
     arrived = 0
     for expected in scenario["steps"]:
         step = expected["step"]
         while arrived < len(specs) and specs[arrived]["arrival_step"] <= step:
             request = requests[specs[arrived]["id"]]
             try:
-                scheduler.add_request(request)
+                core.add_request(request)
             except ValueError as error:  # vLLM took it
                 return len(scenario["steps"]), [f"scenario {name}, step {step}, {request.request_id} refused: {error}"]
             arrived += 1
         observed = interventions(scheduler, scenario, step)
-        output = scheduler.schedule()
-        observed |= observe_schedule(scheduler, output)
-        sampled = [
-            next_token(request, specs_by_id[request.request_id])
-            if request.num_computed_tokens >= request.num_tokens
-            else None
-            for request in output.scheduled
-        ]
-        finished = scheduler.update_from_output(output, sampled)
+        finished = core.step().finished
+        observed |= executor.observed
         observed |= observe_update(scheduler, finished)
         if check_invariants:
             scheduler.kv_cache_manager.check_invariants()

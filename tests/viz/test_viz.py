@@ -7,11 +7,10 @@ import sys
 import matplotlib
 import numpy as np
 import pytest
+from helpers.executors import TokenExecutor
 
-from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.core import EventLog, Scheduler
-from minivllm.engine.llm_engine import LLMEngine
-from minivllm.executor.base import ModelOutput
+from minivllm.core import EventLog
+from minivllm.engine.args import EngineArgs, build_engine
 from minivllm.sampling_params import SamplingParams
 from minivllm.viz import block_history, block_map, block_tables, excerpt
 
@@ -19,17 +18,13 @@ matplotlib.use("agg")
 BLOCK_SIZE, NUM_BLOCKS = 4, 24
 
 
-class NoModel:
-    """Samples token 7 for every request that is due."""
-
-    def execute(self, output):
-        return ModelOutput([7 if r.num_computed_tokens >= r.num_tokens else None for r in output.scheduled])
-
-
 def make_engine(event_log=None, **settings):
     settings = {"max_model_len": 64, "max_num_seqs": 6, "max_num_batched_tokens": 40} | settings
-    scheduler = Scheduler(SchedulerConfig(**settings), CacheConfig(NUM_BLOCKS, BLOCK_SIZE))
-    return LLMEngine(scheduler, NoModel(), vocab_size=50, event_log=event_log)
+    args = EngineArgs(num_gpu_blocks_override=NUM_BLOCKS, block_size=BLOCK_SIZE, **settings)
+    engine = build_engine(args, executor=TokenExecutor(), vocab_size=50)
+    if event_log is not None:
+        engine.engine_core.event_log = event_log
+    return engine
 
 
 def live_tables(engine):

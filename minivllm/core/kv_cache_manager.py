@@ -51,6 +51,7 @@ class KVCacheManager:
         """`free_blocks` makes the eviction order of the pool."""
         self.config = config
         self.block_size = config.block_size
+        self._last_offset = config.block_size - 1
         self.enable_caching = config.enable_prefix_caching
         self.max_model_len = max_model_len
         self.watermark_blocks = int(config.watermark * config.num_blocks)
@@ -91,7 +92,7 @@ class KVCacheManager:
     def needs_slots(self, num_computed_tokens: int, num_new_tokens: int) -> bool:
         """Whether a running request's next tokens need `allocate_slots`: not for one token inside a block, neither
         its first nor its last, since there is no block to add and none to publish."""
-        return num_new_tokens > 1 or not 0 < num_computed_tokens % self.block_size < self.block_size - 1
+        return num_new_tokens > 1 or not 0 < num_computed_tokens % self.block_size < self._last_offset
 
     def allocate_slots(
         self,

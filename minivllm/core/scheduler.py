@@ -104,7 +104,7 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         threshold = self.config.long_prefill_token_threshold
         last_position = self.max_model_len - 1
-        kv, running = self.kv_cache_manager, self.running
+        kv, needs_slots, running = self.kv_cache_manager, self.kv_cache_manager.needs_slots, self.running
         num_scheduled_tokens, num_computed_tokens = output.num_scheduled_tokens, output.num_computed_tokens
         index = 0
         while index < len(running) and budget > 0:
@@ -122,7 +122,7 @@ class Scheduler:
                 index += 1
                 continue
 
-            if kv.needs_slots(num_computed, num_new):
+            if needs_slots(num_computed, num_new):
                 new_blocks = kv.allocate_slots(request, num_new)
                 while new_blocks is None:
                     victim, victim_index = self._choose_victim()
@@ -226,7 +226,8 @@ class Scheduler:
         for request_id, token_ids in zip(output.num_scheduled_tokens, sampled, strict=True):
             for token_id in token_ids:
                 request = requests[request_id]
-                request.append_output_token_id(token_id)
+                request.all_token_ids.append(token_id)  # written out: a call here is a tenth of the scheduler's cost
+                request.num_tokens += 1
                 status = check_stop(request, token_id, max_model_len)
                 if status is not None:
                     self._finish(request, status)

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent / "peers"), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers.executors import TokenExecutor
 from scheduler_workload import config, parse_args, prompts, report, timed_steps
 

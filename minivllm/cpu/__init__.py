@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class CPUKernels:
     """The switches. None of them changes a result beyond rounding."""
 
+    fused: bool = True  # one product for q, k and v, a norm in half the operations (fused.py)
     packed_linear: bool = True  # weights in oneDNN's order (packed_linear.py)
     traced: bool = True  # no Python between two attentions (traced.py)
     paged_decode: bool = True  # decodes read the pages where they lie (paged_decode.py)
@@ -30,11 +31,14 @@ class CPUKernels:
 def prepare(model: CausalLM, kernels: CPUKernels, min_packed_bytes: int | None = None) -> CausalLM:
     """The model as it runs on a CPU: changed in place, and wrapped where it is traced. On another device, and where
     this PyTorch cannot do it, as it was. `min_packed_bytes`: smaller layers are not packed."""
+    from minivllm.cpu.fused import fuse
     from minivllm.cpu.packed_linear import MIN_BYTES, pack_weights
     from minivllm.cpu.traced import trace_pieces
 
     if next(model.parameters()).device.type != "cpu":
         return model
+    if kernels.fused:
+        fuse(model)
     if kernels.packed_linear:
         pack_weights(model, MIN_BYTES if min_packed_bytes is None else min_packed_bytes)
     return trace_pieces(model) if kernels.traced else model

@@ -43,36 +43,18 @@ class Conv1D(nn.Module):
         return torch.addmm(self.bias, x, self.weight)
 
 
-class MergedLinear(nn.Linear):
-    """Linear layers that read the same input, as one: a single product is faster than several small ones.
-
-    `parts` maps the name that a checkpoint gives each of them to its number of output features; their rows of
-    `weight` and `bias` lie in that order. (vLLM: QKVParallelLinear, MergedColumnParallelLinear.)
-    """
-
-    def __init__(self, in_features: int, parts: dict[str, int], bias: bool) -> None:
-        super().__init__(in_features, sum(parts.values()), bias)
-        self.parts = parts
-
-
 class RMSNorm(nn.Module):
-    """Scale the last dimension to unit root mean square, in float32, then back to the input's dtype.
-
-    sqrt(mean(x^2) + eps) is the hypotenuse of |x| and sqrt(n eps), over sqrt(n). Written so, it is half as many
-    operations as `F.rms_norm` makes of it on a CPU; a step of SmolLM2 has 61 of these norms.
-    """
+    """Scale the last dimension to unit root mean square, in float32, then back to the input's dtype."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        # Tensors, since a recording would convert numbers at each call; without dimensions, they mix with any device.
-        self.scale = torch.tensor(size**-0.5, device="cpu")
-        self.root_eps = torch.tensor(math.sqrt(size * eps), device="cpu")
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         x32 = x.float()
-        rms = torch.hypot(torch.linalg.vector_norm(x32, dim=-1, keepdim=True), self.root_eps).mul_(self.scale)
-        return (x32 / rms).to(x.dtype).mul_(self.weight)
+        normed = x32 * torch.rsqrt(x32.pow(2).mean(dim=-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
 
 
 class RotaryEmbedding:
@@ -86,20 +68,16 @@ class RotaryEmbedding:
         self.inv_freq, self.attention_factor = rope_frequencies(rope, head_dim)
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos and sin for `apply_rope`, each [T, 1, D] in `dtype` (the 1 broadcasts over heads)."""
+        """positions [T] -> cos and sin, each [T, 1, D / 2] in `dtype` (the 1 broadcasts over heads)."""
         self.inv_freq = self.inv_freq.to(positions.device)
         angles = positions.float()[:, None, None] * self.inv_freq
-        cos, sin = (angles.cos() * self.attention_factor).to(dtype), (angles.sin() * self.attention_factor).to(dtype)
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return (angles.cos() * self.attention_factor).to(dtype), (angles.sin() * self.attention_factor).to(dtype)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, H, D]: dimension i pairs with i + D/2 (the rotate-half convention of Hugging Face checkpoints).
-
-    x1 becomes x1 cos - x2 sin, and x2 becomes x2 cos + x1 sin. Rolling by D/2 swaps the halves, and `sin` is
-    negative in its first half, so both halves are one sum.
-    """
-    return (x * cos).add_(x.roll(cos.shape[-1] // 2, dims=-1).mul_(sin))
+    """Rotate x [T, H, D]: dimension i pairs with i + D/2 (the rotate-half convention of Hugging Face checkpoints)."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

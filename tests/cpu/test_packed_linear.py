@@ -9,6 +9,7 @@ from helpers.checkpoints import our_logits, token_ids
 from torch import nn
 
 from minivllm.cpu import packed_linear
+from minivllm.cpu.fused import fuse
 from minivllm.cpu.packed_linear import FILLED_UP_ROWS, PackedLinear, can_pack, pack_weights
 from minivllm.loading.weights import load_model
 from minivllm.model_config import ModelConfig
@@ -103,6 +104,7 @@ def test_merged_layers_are_packed_too():
     sizes = {"vocab_size": 99, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
     model = load_model(ModelConfig.from_hf({"model_type": "llama"} | sizes | heads)).model
+    fuse(model)
     assert pack_weights(model, min_bytes=0) == 2 * 4 + 1
 
 

@@ -403,9 +403,7 @@ class TestRefusals:
         assert is_idle(engine)
 
     def test_output_kind(self):
-        with pytest.raises(
-            ValueError, match="must be one of cumulative, final_only, taken, none, got 'final'"
-        ):
+        with pytest.raises(ValueError, match="must be one of cumulative, final_only, taken, none, got 'final'"):
             make().add_request("a", [1], SamplingParams(), output_kind="final")
 
     @pytest.mark.parametrize("ids", [None, 5, b"a"])

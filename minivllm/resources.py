@@ -22,6 +22,13 @@ RESTORE = (
     else "git restore data (without git: download the repository again)"
 )
 
+# What to do where a package is missing that all of the book needs.
+INSTALL = (
+    "pip install 'inside-llm-inference[book]'"
+    if IS_INSTALLED
+    else "make setup, or .venv/bin/python -m pip install -r requirements.txt"
+)
+
 
 def repository_file(name: str) -> Path | None:
     """A file at the top of the checkout; None if it is not there, or the package was installed without it."""

@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from minivllm import doctor
+from minivllm.cli import doctor
 from tools.notebooks import ROOT
 
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")

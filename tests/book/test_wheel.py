@@ -97,6 +97,9 @@ def test_what_the_engine_needs_is_said(installed, elsewhere):
 
     way_out = "which is not installed: pip install 'inside-llm-inference[engine]'"
     assert said("python", "-c", "from minivllm import LLM")[-1] == f"ModuleNotFoundError: LLM needs torch, {way_out}"
+    plot = [*CALCULATORS[1][0], "--plot", "roof.png"]
+    way_out = "which is not installed: pip install 'inside-llm-inference[book]'"
+    assert said("minivllm", *plot)[-1] == f"minivllm roofline: --plot needs matplotlib, {way_out}"
     report = said("minivllm", "doctor")
     assert report[-1].endswith("→ pip install 'inside-llm-inference[book]'")
     assert not [line for line in report if "requirements.txt" in line]

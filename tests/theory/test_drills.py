@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from minivllm.__main__ import main
+from minivllm.cli.program import main
 from minivllm.theory import drills
 from minivllm.theory.drills import TOPICS, UNITS, Drill, draw, make, play
 from minivllm.theory.quantity import Quantity

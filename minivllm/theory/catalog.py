@@ -8,13 +8,11 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
+from minivllm.resources import COMES_WITH, DATA, RESTORE
 from minivllm.theory.model_spec import ModelSpec, full_dtype
 from minivllm.units import GB, GIB
-
-DATA = Path(__file__).parents[2] / "data"
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Device:
 def _rows(file: str) -> tuple[dict[str, Any], ...]:
     path = DATA / file
     if not path.is_file():
-        raise ValueError(f"the catalogue comes with a checkout of this repository, in {path}, and is not there")
+        raise ValueError(f"the catalogue comes with {COMES_WITH}, in {path}, and is not there: {RESTORE}")
     return tuple(json.loads(path.read_text(encoding="utf-8")))
 
 

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from timing import parse_args
 
 from minivllm.cpu.packed_linear import pack_weights
-from minivllm.doctor import measure_bandwidth, measure_matmul
 from minivllm.loading.weights import load_model
+from minivllm.measure import measure_bandwidth, measure_matmul
 from minivllm.models.layers import Conv1D
 
 

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from minivllm import doctor
-from minivllm.__main__ import main
+from minivllm import measure, resources
+from minivllm.cli import doctor
+from minivllm.cli.program import main
 from minivllm.loading import weights
 
 
@@ -36,7 +37,7 @@ def test_not_ready_is_exit_code_1_with_the_reasons_last(monkeypatch, capsys):
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2] == "  disk: full → empty it"
-    assert lines[-1] == f"  broken: ImportError: No module named 'torch' → {doctor.INSTALL}"
+    assert lines[-1] == f"  broken: ImportError: No module named 'torch' → {resources.INSTALL}"
 
 
 def test_a_note_does_not_make_a_machine_unready(monkeypatch, capsys):
@@ -79,9 +80,9 @@ def test_a_damaged_embedded_model_can_be_restored(damage, monkeypatch, tmp_path,
 
 def test_a_terminal_without_the_marks_gets_ascii(monkeypatch):
     code = (
-        "from minivllm import doctor\n"
+        "from minivllm.cli import doctor\n"
         "doctor.CHECKS = (lambda: doctor.Check('a', True, 'é'), lambda: doctor.Check('b', False, 'c', 'd'))\n"
-        "raise SystemExit(doctor.main())"
+        "raise SystemExit(doctor.run())"
     )
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
@@ -102,8 +103,8 @@ def test_a_reader_that_stops_early_sees_no_traceback():
 
 def test_measurements_are_in_their_units():
     """Wide bounds: any machine of the last decade, and off by a factor of a thousand if a unit is wrong."""
-    assert 0.5 < doctor.measure_bandwidth(size_mib=64) < 5_000
-    assert 1 < doctor.measure_matmul(size=512) < 100_000
+    assert 0.5 < measure.measure_bandwidth(size_mib=64) < 5_000
+    assert 1 < measure.measure_matmul(size=512) < 100_000
 
 
 @pytest.mark.parametrize("arguments, code", [([], 0), (["--help"], 0), (["nonsense"], 2)])

@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from minivllm import doctor
+from minivllm.cli import doctor
 from tools.notebooks import ROOT
 
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -38,8 +38,10 @@ def test_the_plain_commands_are_those_of_the_makefile():
 
 
 def test_what_the_package_needs_is_pinned():
-    needed = {re.match(r"[\w-]+", dependency)[0] for dependency in PROJECT["dependencies"]}
-    assert needed <= set(doctor.pinned_versions())
+    extras = PROJECT["optional-dependencies"]
+    assert PROJECT["dependencies"] == [] and extras.keys() == {"engine", "book"}
+    needed = {re.match(r"[\w-]+", dependency)[0] for extra in extras.values() for dependency in extra}
+    assert needed - {PROJECT["name"]} <= set(doctor.pinned_versions())
     assert (PROJECT["name"], PROJECT["requires-python"]) == ("inside-llm-inference", ">=3.11")
     lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
     requirements = [line for line in lines if line and not line.startswith("#")]

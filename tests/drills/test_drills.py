@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from minivllm.__main__ import main
-from minivllm.theory import drills
-from minivllm.theory.drills import TOPICS, UNITS, Drill, draw, make, play
+from minivllm import drills
+from minivllm.cli.program import main
+from minivllm.drills import TOPICS, UNITS, Drill, draw, make, maker_of, play
 from minivllm.theory.quantity import Quantity
 
 MAKERS = [maker for makers in TOPICS.values() for maker in makers]
@@ -61,6 +61,12 @@ class TestEachDrill:
 
 def test_how_many():
     assert len(MAKERS) >= 20 and {"sizing", "capacity", "roofline"} <= TOPICS.keys()
+
+
+def test_questions_are_found_by_name():
+    assert {maker_of(maker.__name__) for maker in MAKERS} == set(MAKERS)  # so no two have one name
+    with pytest.raises(ValueError, match="unknown question 'kv'; questions: kv_per_token, "):
+        maker_of("kv")
 
 
 EXAMPLE = Drill("x", "How much?", Quantity(57344, "B", "x", "y", {"y": 57344}), "KiB", {"by halving": 28672})
@@ -229,7 +235,7 @@ def test_what_is_no_answer_is_no_try(capsys):
 
 def test_a_conversion_asks_for_its_unit():
     """'80 GB' says how many GiB 80 GB are, but it only repeats the question."""
-    drill = drills.make(drills.gb_to_gib, 1)
+    drill = make(maker_of("gb_to_gib"), 1)
     gb = round(drill.answer / 1e9)
     with pytest.raises(ValueError, match="how many GiB it is; you gave GB"):
         drill.check(f"{gb} GB")
@@ -237,18 +243,18 @@ def test_a_conversion_asks_for_its_unit():
 
 
 def test_a_fraction_is_told_from_percent():
-    drill = drills.make(drills.repeated_work, 1)
+    drill = make(maker_of("repeated_work"), 1)
     assert drill.check(drill.answer / 100).message == "that is a fraction; percent is asked for"
 
 
 @pytest.mark.parametrize(
     ("maker", "factor", "said"),
     [
-        (drills.kv_per_token, 0.5, "without the 2 bytes per number"),
-        (drills.kv_per_request, 0.5, "without the 2 bytes per number"),
-        (drills.kv_on_two_gpus, 0.5, "without the factor 2"),
-        (drills.batch_at_ridge, 2, "with the rate of 8-bit products"),
-        (drills.ridge, 2, "or the FP8 rate"),
+        (maker_of("kv_per_token"), 0.5, "without the 2 bytes per number"),
+        (maker_of("kv_per_request"), 0.5, "without the 2 bytes per number"),
+        (maker_of("kv_on_two_gpus"), 0.5, "without the factor 2"),
+        (maker_of("batch_at_ridge"), 2, "with the rate of 8-bit products"),
+        (maker_of("ridge"), 2, "or the FP8 rate"),
     ],
 )
 def test_mistakes_that_give_the_same_value_are_named_together(maker, factor, said):

@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from minivllm.cpu.threads import limit_spinning
+
 if TYPE_CHECKING:
     from minivllm.engine.llm import LLM
     from minivllm.engine.llm_engine import LLMEngine
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from minivllm.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
+
+limit_spinning()  # before torch starts its threads
 
 _HOME = {
     "LLM": "minivllm.engine.llm",

@@ -101,6 +101,18 @@ def check_processor() -> Check:
     return Check("processor", None if cores < 2 else True, detail, "slower, but it works" if cores < 2 else "")
 
 
+def check_waiting() -> Check:
+    """How torch's threads wait for each other, and whether other programs are in their way."""
+    name, cores = "threads wait", num_cores()
+    policy, turns = os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT")
+    how = f"OMP_WAIT_POLICY={policy}" if policy else f"GOMP_SPINCOUNT={turns}" if turns else "torch's own way"
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > 0.75 * cores:
+        way_out = "other programs keep the cores busy: decoding takes up to twice as long"
+        return Check(name, None, f"{how}; load {load:.1f} on {cores} cores", way_out)
+    return Check(name, True, f"{how}; load {load:.1f} on {cores} cores")
+
+
 def check_memory() -> Check:
     """Free memory."""
     gib = memory_gib()
@@ -167,6 +179,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_python,
     check_packages,
     check_processor,
+    check_waiting,
     check_memory,
     check_device,
     check_speed,

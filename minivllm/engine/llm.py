@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm.auto import tqdm
 
 from minivllm.checks import is_whole
@@ -46,8 +47,8 @@ class LLM:
         logger.info(self.capacity_report)
 
     @property
-    def model(self) -> Any:
-        """The torch model, a `minivllm.models.causal_lm.CausalLM`."""
+    def model(self) -> torch.nn.Module:
+        """A `minivllm.models.causal_lm.CausalLM`, as it runs."""
         return self.executor.model
 
     @property

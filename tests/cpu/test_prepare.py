@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import fields, replace
 
 import pytest
@@ -11,6 +14,7 @@ from test_logits_match_transformers import CONFIGS
 
 from minivllm import LLM, SamplingParams
 from minivllm.cpu import CPUKernels, prepare
+from minivllm.cpu.threads import SPIN_COUNT
 from minivllm.loading.weights import load_model
 
 NONE = CPUKernels.all(False)
@@ -47,3 +51,19 @@ def test_off_means_the_textbook_model():
 def test_what_is_no_switch():
     with pytest.raises(ValueError, match="cpu_kernels must be True, False or a CPUKernels, got 'fast'"):
         LLM("tiny", cpu_kernels="fast")
+
+
+@pytest.mark.parametrize(
+    ("code", "environment", "expected"),
+    [
+        ("import minivllm", {}, str(SPIN_COUNT)),
+        ("import torch, minivllm", {}, None),  # too late: torch reads it as it starts
+        ("import minivllm", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("import minivllm", {"OMP_WAIT_POLICY": "passive"}, None),
+    ],
+)
+def test_spinning_is_limited_unless_somebody_else_decides(code, environment, expected):
+    code += "; import os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    without = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run([sys.executable, "-c", code], env=without | environment, capture_output=True, text=True)
+    assert done.stdout.strip() == str(expected), done.stderr

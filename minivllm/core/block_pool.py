@@ -177,13 +177,6 @@ class BlockPool:
         """The step is done: what was published for it holds what its hash says."""
         self.unfilled.clear()
 
-    def forget_unfilled(self) -> None:
-        """The step failed: nobody may find what was published for it."""
-        for block in self.unfilled:
-            if block.block_hash is not None:
-                self.evict(block)
-        self.unfilled.clear()
-
     def evict(self, block: KVCacheBlock) -> None:
         """Take a block out of the hash map; its table entries, if any, stay."""
         blocks = self.cached_blocks[block.block_hash]

@@ -177,10 +177,6 @@ class KVCacheManager:
         """The step is done, and with it the blocks that `allocate_slots` published for it."""
         self.block_pool.confirm_filled()
 
-    def forget_unfilled(self) -> None:
-        """The step failed: the blocks published for it hold nothing."""
-        self.block_pool.forget_unfilled()
-
     def start_over(self) -> None:
         """Nobody holds a block any more, whatever state tables and pool are in."""
         self.block_tables, self.num_published = {}, {}

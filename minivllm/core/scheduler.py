@@ -237,19 +237,11 @@ class Scheduler:
             self.running = [request for request in self.running if not request.is_finished]
         return finished
 
-    # ---- steps that do not come to their end -------------------------------------------------------------------
-
-    def fail_step(self, output: SchedulerOutput) -> list[Request]:
-        """End every request of a step whose forward pass failed; nothing that it should have filled can be hit."""
-        self.kv_cache_manager.forget_unfilled()
-        self._finished_req_ids = output.finished_req_ids + self._finished_req_ids  # the executor may not have read it
-        return self.finish_requests(output.num_scheduled_tokens, RequestStatus.FINISHED_ERROR)
-
     def start_over(self, requests: Iterable[Request]) -> None:
         """Queue `requests`, and nobody else, with an empty pool, whatever state everything is in.
 
-        For a step or a change that was interrupted half way. What the prefix cache holds stays, but for blocks that
-        the interrupted step was to fill. Can itself be interrupted and called again.
+        For a step that failed, and a step or a change that was interrupted half way. What the prefix cache holds stays,
+        but for blocks that this step was to fill. Can itself be interrupted and called again.
         """
         self._starts_over = True
         self.running = []

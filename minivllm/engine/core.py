@@ -68,18 +68,18 @@ class EngineCore:
         aborted = self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
         self._aborted += [request.request_id for request in aborted]
 
-    def end_in_last_step(self, request_ids: Iterable[str], status: RequestStatus) -> None:
-        """End requests for what became of the last step's tokens: a stop string in the text, or an error."""
-        ended = self.scheduler.finish_requests(request_ids, status)
-        if ended:
-            self.event_log[-1].finished.extend(request.request_id for request in ended)
+    def stop_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests in whose text the last step completed a stop string: they ended in that step."""
+        stopped = self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_STOPPED)
+        if stopped:
+            self.event_log[-1].finished.extend(request.request_id for request in stopped)
 
-    def fail_step(self) -> None:
-        """End the requests of the step in flight, which an error stopped."""
-        output = self.in_flight
-        self.scheduler.fail_step(output)
-        self._log(output, list(output.num_scheduled_tokens), self.step_start, self.clock())
-        self.in_flight = None
+    def log_failure(self, request_ids: Iterable[str]) -> None:
+        """Note in the log that an error ended these requests, in the step in flight or, if there is none, the last."""
+        if self.in_flight is not None:
+            self._log(self.in_flight, list(request_ids), self.step_start, self.clock())
+        else:
+            self.event_log[-1].finished.extend(request_ids)
 
     def start_over(self, requests: Iterable[Request]) -> None:
         """After an interrupt: go on with `requests` as if they had just come."""

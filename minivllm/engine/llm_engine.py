@@ -4,10 +4,10 @@
 
 - One at a time. Whoever changes something holds the lock; what is asked for meanwhile (from a hook, another thread, a
   stream that is dropped) waits in the inbox.
-- An error after scheduling ends the requests of that step, and their callers are told.
-- Anything else that cuts a change short (Ctrl-C, an alarm, an error in our own bookkeeping) may have left it half done.
-  Then the next change starts over: the pool is emptied, and every request goes on from what its caller was told. Tokens
-  depend on nothing but the request and the position, so they come out the same.
+- Whatever cuts a change short (a failed forward pass, Ctrl-C, an alarm, an error in our own bookkeeping) may have left
+  anything half done. So nothing is mended: the engine starts over, with an empty pool, and every request goes on from
+  what its caller was told. Tokens depend on the request and the position only, so they come out the same.
+- If it was an error of a scheduled step, the requests of that step end by it, and their callers are told.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from minivllm.engine.output_processor import OUTPUT_KINDS, OutputKind, OutputPro
 from minivllm.engine.outputs import RequestOutput
 from minivllm.executor.base import Executor
 from minivllm.model_config import GenerationConfig
-from minivllm.request import RequestStatus
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -62,7 +61,8 @@ class LLMEngine:
         self.last_outputs: list[RequestOutput] = []  # what the last `step` returned
         self._lock = threading.RLock()
         self._registering = threading.RLock()
-        self._busy = False  # a change is in progress
+        self._owner: int | None = None  # the thread whose change is in progress
+        self._stepping = False  # and whether that change is a step
         self._intact = True  # no change was cut short
         self._inbox: deque[tuple[str, list[ParentRequest]]] = deque()
         self._stream_numbers = itertools.count()
@@ -150,7 +150,7 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False, with nothing changed, while a request holds any."""
-        return False if self._busy else self._change(self.scheduler.reset_prefix_cache)
+        return False if self._is_busy() else self._change(self.scheduler.reset_prefix_cache)
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
@@ -170,12 +170,12 @@ class LLMEngine:
 
     def advance(self) -> None:
         """`step`, but the outputs stay with the engine, for `take` or the next `step`."""
-        if self._busy:
+        if self._is_busy():
             raise RuntimeError(
                 "a step of this engine is in progress, in another thread or further up this call. Let one thread step "
                 "an engine (LLM.generate sees to that), or give each its own."
             )
-        self._change(self._step)
+        self._change(self._step, is_step=True)
 
     def take(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """The last outputs of those that have ended, of requests with output_kind "taken"."""
@@ -192,33 +192,27 @@ class LLMEngine:
         core, result = self.engine_core, None
         try:
             result = core.step()
-            stopped = self.output_processor.process(result)
-            core.end_in_last_step(stopped, RequestStatus.FINISHED_STOPPED)
+            core.stop_requests(self.output_processor.process(result))
         except Exception:
             output = core.in_flight if result is None else result.scheduler_output
-            if output is None:
-                raise  # the scheduler failed: nothing was computed, and the next change starts over
-            if result is None:
-                core.fail_step()
-            self._end_with_error(output.num_scheduled_tokens)
-            self._intact = True  # the damage is repaired
+            if output is not None:  # else the scheduler failed, and nobody's tokens were computed
+                states = self.output_processor.states
+                parents = [states[child].parent.request_id for child in output.num_scheduled_tokens if child in states]
+                self.output_processor.end(parents, "error")  # siblings, which share their prompt, end with them
+                core.log_failure(output.num_scheduled_tokens)
             raise
-
-    def _end_with_error(self, children: Iterable[str]) -> None:
-        """End sequences, with the siblings that share their prompt."""
-        states = self.output_processor.states
-        parents = [states[child].parent.request_id for child in children if child in states]
-        ended = self.output_processor.end(parents, "error")
-        if ended:
-            self.engine_core.end_in_last_step(ended, RequestStatus.FINISHED_ERROR)
 
     # ---- one at a time, and never half done --------------------------------------------------------------------
 
-    def _change(self, change: Callable[[], T]) -> T:
+    def _is_busy(self) -> bool:
+        """Whether one would have to wait for a step, or for oneself further up this call."""
+        return self._stepping or self._owner == threading.get_ident()
+
+    def _change(self, change: Callable[[], T], *, is_step: bool = False) -> T:
         """Run `change` alone. If the one before was cut short, start over first."""
         with self._lock:
             try:
-                self._busy = True
+                self._owner, self._stepping = threading.get_ident(), is_step
                 if not self._intact:
                     self._start_over()
                 self._intact = False
@@ -235,7 +229,7 @@ class LLMEngine:
                     self._start_over()  # if nothing comes in between; else the next change does it
                 raise
             finally:
-                self._busy = False  # first and alone: an interrupt comes with a call, and this is none
+                self._owner, self._stepping = None, False  # no call, so no interrupt can come before it
 
     def _start_over(self) -> None:
         """Go on from what the callers were told. Can be interrupted and done again."""
@@ -244,7 +238,7 @@ class LLMEngine:
 
     def _apply_inbox(self) -> None:
         """Do what the inbox asks for, now, or as the change in progress ends."""
-        if not self._busy:
+        if not self._is_busy():
             self._change(lambda: None)
 
     def _empty_inbox(self) -> None:

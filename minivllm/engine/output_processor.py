@@ -185,13 +185,14 @@ class OutputProcessor:
     def add(self, parent: ParentRequest) -> None:
         """Register a request; ValueError if its id, or one of its sequences', is in use."""
         for request_id in (parent.request_id, *(child.request.request_id for child in parent.children)):
-            owner = self.states.get(request_id)
-            if owner is not None and owner.parent.request_id != request_id:
+            state = self.states.get(request_id)
+            owner = None if state is None else state.parent.request_id
+            if owner in self.parents and owner != request_id:
                 raise ValueError(
-                    f"request id {request_id!r} is in use: a sequence of request {owner.parent.request_id!r} (n > 1) "
-                    f"has it; give each request an id of its own."
+                    f"request id {request_id!r} is in use: a sequence of request {owner!r} (n > 1) has it; give each "
+                    f"request an id of its own."
                 )
-            if request_id in self.parents or owner is not None:
+            if request_id in self.parents or owner in self.parents:
                 raise ValueError(f"request id {request_id!r} is in use; give each request an id of its own.")
         for outputs in (self.outbox, self.kept):  # of an earlier request with this id
             outputs.pop(parent.request_id, None)

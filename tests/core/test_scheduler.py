@@ -351,26 +351,56 @@ class TestKnownHole:
         assert queues[0] == queues[1]
 
 
-class TestFailedStep:
+class TestStartOver:
+    """After a step that failed, or was cut short anywhere."""
+
     def test_nothing_that_the_step_should_have_filled_can_be_hit(self):
         scheduler = make_scheduler()
         scheduler.add_request(make_request("a", 9))
         step(scheduler)
         scheduler.add_request(make_request("b", [*range(8), *range(50, 59)]))
-        output = scheduler.schedule()
-        ended = scheduler.fail_step(output)
-        assert {r.request_id for r in ended} == {"a", "b"} and {r.finish_reason for r in ended} == {"error"}
+        scheduler.schedule()
+        scheduler.start_over([])
         scheduler.kv_cache_manager.check_invariants()
-        assert len(free_ids(scheduler)) == 16
+        assert len(free_ids(scheduler)) == 16 and not scheduler.requests
         scheduler.add_request(make_request("c", [*range(8), *range(50, 59)]))
-        assert step(scheduler)[0].num_hit_tokens == {"c": 8}  # a's two blocks, computed before; nothing of b's
+        output = step(scheduler)[0]
+        assert output.start_over and output.num_hit_tokens == {"c": 8}  # a's blocks, computed before; nothing of b's
+        assert not step(scheduler)[0].start_over
 
-    def test_requests_that_were_not_in_the_step_go_on(self):
+    def test_requests_go_on_as_if_they_had_just_come(self):
         scheduler = make_scheduler(max_num_seqs=1)
-        scheduler.add_request(make_request("a", 9))
-        scheduler.add_request(make_request("b", 9))
-        scheduler.fail_step(scheduler.schedule())
-        assert step(scheduler)[0].num_scheduled_tokens == {"b": 9}
+        a, b = make_request("a", 9), make_request("b", 9)
+        scheduler.add_request(a)
+        scheduler.add_request(b)
+        step(scheduler)
+        scheduler.schedule()
+        scheduler.start_over([a, b])
+        assert (a.num_preemptions, b.num_preemptions) == (1, 0)
+        output = step(scheduler)[0]
+        assert [(new.request_id, new.token_ids) for new in output.new_requests] == [("a", [*range(9), 1000])]
+        assert output.num_scheduled_tokens == {"a": 2}  # what was filled is hit
+
+    @pytest.mark.parametrize("damage", ["table", "queue", "counts", "running"])
+    def test_whatever_state_everything_is_in(self, damage):
+        scheduler = make_scheduler()
+        a = make_request("a", 9)
+        scheduler.add_request(a)
+        step(scheduler)
+        pool = scheduler.kv_cache_manager.block_pool
+        if damage == "table":
+            scheduler.kv_cache_manager.block_tables["a"].pop()
+        elif damage == "queue":
+            pool.free_queue.sentinel.next_free.next_free = None
+        elif damage == "counts":
+            pool.blocks[3].ref_cnt, pool.free_queue.num_free_blocks = 7, 1
+        else:
+            scheduler.running *= 2
+        scheduler.start_over([a])
+        scheduler.kv_cache_manager.check_invariants()
+        while not a.is_finished:
+            step(scheduler)
+        assert a.num_output_tokens == 8 and len(free_ids(scheduler)) == 16
 
 
 class TestRefusals:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from minivllm.checks import is_finite, is_whole, require_bool
+from minivllm.checks import check_seed, is_finite, is_whole, require_bool
 
 # vLLM treats smaller temperatures as greedy, and lifts those just above it: logits divided by less overflow.
 GREEDY_BELOW = 1e-5
@@ -72,6 +72,11 @@ class SamplingParams:
 
     def check(self) -> None:
         """Raise ValueError if a value cannot be meant. Runs on construction, and again when a request is added."""
+        for name in ("stop", "stop_token_ids"):  # lists since the construction, unless somebody has changed them
+            if not isinstance(getattr(self, name), list):
+                raise ValueError(f"{name} must be a list, got {getattr(self, name)!r}.")
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias must be a dict {{token id: number}}, got {self.logit_bias!r}.")
         for name, minimum in {"n": 1, "top_k": -1, "min_tokens": 0}.items():
             _check_int(name, getattr(self, name), minimum)
         for name, minimum in {"max_tokens": 1, "logprobs": -1, "prompt_logprobs": -1}.items():
@@ -79,8 +84,8 @@ class SamplingParams:
                 _check_int(name, getattr(self, name), minimum)
         if self.n > MAX_N:
             raise ValueError(f"n must be at most {MAX_N:,}, got {self.n:,}.")
-        if self.seed is not None and not is_whole(self.seed):
-            raise ValueError(f"seed must be a whole number or None, got {self.seed!r}.")
+        if self.seed is not None:
+            check_seed(self.seed)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             require_bool(name, getattr(self, name))
 

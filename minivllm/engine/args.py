@@ -41,6 +41,8 @@ class EngineArgs:
     attention_backend: "fast", "reference" or "blockwise".
     cpu_kernels: what is done for speed on a CPU: all of it, nothing (the models as a textbook has them), or a
     `minivllm.cpu.CPUKernels` with a switch for each.
+    max_logprobs: the most tokens that a request may have reported per position, as in vLLM; -1 for no limit (14 MB a
+    position with SmolLM2, if all are).
     max_log_steps: how many steps the event log keeps; None keeps all, which grows (about 1 KB per step and request).
     """
 
@@ -63,6 +65,7 @@ class EngineArgs:
     device: str | torch.device = "auto"
     attention_backend: str = "fast"
     cpu_kernels: bool | CPUKernels = True
+    max_logprobs: int = 20
     max_log_steps: int | None = None
 
     def __post_init__(self) -> None:
@@ -80,6 +83,7 @@ class EngineArgs:
             if getattr(self, name) is not None:
                 require_int(name, getattr(self, name), minimum)
         check_seed(self.seed)
+        require_int("max_logprobs", self.max_logprobs, -1)
         if not is_finite(self.gpu_memory_utilization) or not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}.")
         if isinstance(self.cpu_kernels, bool):
@@ -153,6 +157,7 @@ def build_engine(
         executor,
         vocab_size=vocab_size,
         seed=args.seed,
+        max_logprobs=args.max_logprobs,
         clock=clock,
         event_log=EventLog(args.max_log_steps),
         **text,

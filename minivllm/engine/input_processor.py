@@ -30,7 +30,9 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         generation_config: GenerationConfig,
         seed: int,
+        max_logprobs: int,
     ) -> None:
+        self.max_logprobs = max_logprobs
         self.max_model_len = config.max_model_len
         self.policy = config.policy
         self.vocab_size = vocab_size
@@ -57,6 +59,8 @@ class InputProcessor:
         text, token_ids, cache_salt = self._read_prompt(prompt)
         self._check(token_ids, params, priority)
         eos_token_id, stop_token_ids = self._end_tokens(params)
+        end_token_ids = [*stop_token_ids, *self.generation_config.eos_token_ids[:1]]
+        self._check_something_is_left(params, end_token_ids)
         requests = [
             Request(
                 request_id if params.n == 1 else f"{index}_{request_id}",
@@ -67,7 +71,7 @@ class InputProcessor:
                 cache_salt=cache_salt,
                 eos_token_id=eos_token_id,
                 stop_token_ids=stop_token_ids,
-                end_token_ids=[*stop_token_ids, *self.generation_config.eos_token_ids[:1]],
+                end_token_ids=end_token_ids,
                 max_tokens=self.max_model_len - len(token_ids) if params.max_tokens is None else params.max_tokens,
             )
             for index in range(params.n)
@@ -115,8 +119,11 @@ class InputProcessor:
                 raise ValueError("this model has no tokenizer, so a prompt must be token ids, not text.")
             token_ids = self.tokenizer.encode(text)
         if isinstance(token_ids, (bytes, bytearray, Set, Mapping)) or not isinstance(token_ids, Iterable):
-            kind = type(prompt).__name__
-            raise ValueError(f"a prompt is text, a list of token ids, or a dict of either; got {kind}.")
+            raise _no_prompt(prompt)
+        try:
+            token_ids = list(token_ids)
+        except TypeError:  # a tensor without dimensions says that it can be iterated over
+            raise _no_prompt(prompt) from None
         return text, [_as_token_id(t, self.vocab_size) for t in token_ids], salt
 
     def _check(self, token_ids: Sequence[int], params: SamplingParams, priority: int) -> None:
@@ -144,12 +151,28 @@ class InputProcessor:
                     )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
-            if count is not None and count > self.vocab_size:
+            if count is None:
+                continue
+            if count > self.vocab_size:
                 raise ValueError(
                     f"{name}={count} is more than the vocabulary's {self.vocab_size} tokens; -1 means all of them."
                 )
+            wanted = self.vocab_size if count == -1 else count
+            if self.max_logprobs != -1 and wanted > self.max_logprobs:
+                raise ValueError(
+                    f"{name}={count} asks for {wanted:,} tokens at each position; this engine reports at most "
+                    f"{self.max_logprobs}. Make it with max_logprobs={wanted}, or max_logprobs=-1 for no limit."
+                )
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need text, and this model has no tokenizer. Use stop_token_ids.")
+
+    def _check_something_is_left(self, params: SamplingParams, end_token_ids: Sequence[int]) -> None:
+        banned = len(set(end_token_ids)) if params.min_tokens > 0 else 0
+        if banned >= self.vocab_size:
+            raise ValueError(
+                f"stop_token_ids and EOS name all {self.vocab_size:,} tokens of the vocabulary, and min_tokens="
+                f"{params.min_tokens} forbids them: no token is left to sample. Name fewer, or set min_tokens=0."
+            )
 
     def _end_tokens(self, params: SamplingParams) -> tuple[int | None, list[int]]:
         """(the EOS id, the stop token ids): a model may have several EOS ids; all but the first act as stop tokens."""
@@ -161,6 +184,11 @@ class InputProcessor:
             return params.seed + index
         # Every request without a seed gets one of its own from the engine's, so that a run can be repeated.
         return int.from_bytes(sha256(f"{self.seed}/{next(self._unseeded)}".encode()).digest()[:8], "little")
+
+
+def _no_prompt(prompt: object) -> ValueError:
+    kind = type(prompt).__name__
+    return ValueError(f"a prompt is text, a list of token ids, or a dict of either; got {kind}.")
 
 
 def _is_unicode(text: str) -> bool:

@@ -50,12 +50,13 @@ class LLMEngine:
         tokenizer: Tokenizer | None = None,
         generation_config: GenerationConfig | None = None,
         seed: int = 0,
+        max_logprobs: int = 20,
         clock: Callable[[], float] = time.monotonic,
         event_log: EventLog | None = None,
     ) -> None:
         self.engine_core = EngineCore(scheduler, executor, clock=clock, event_log=event_log)
         self.input_processor = InputProcessor(
-            scheduler.config, vocab_size, tokenizer, generation_config or GenerationConfig(), seed
+            scheduler.config, vocab_size, tokenizer, generation_config or GenerationConfig(), seed, max_logprobs
         )
         self.output_processor = OutputProcessor(tokenizer)
         self.last_outputs: list[RequestOutput] = []  # what the last `step` returned

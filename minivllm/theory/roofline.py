@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minivllm.checks import require_int
+from minivllm.theory.dtypes import EXPERTS_ONLY
 from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec
 from minivllm.theory.quantity import Quantity
 from minivllm.theory.sizing import (
-    EXPERTS_ONLY,
     check_parallel,
     kv_bytes_per_token_and_layer,
     state_bytes_per_layer,

@@ -9,58 +9,15 @@ The rules are those of vLLM 0.30.0 (v1/core/kv_cache_utils.py, v1/kv_cache_inter
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
+from minivllm.checkpoint_files import checkpoint_bytes as checkpoint_bytes
 from minivllm.checks import require_int
-from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec, full_dtype
+from minivllm.theory.dtypes import EXPERTS_ONLY, KV_DTYPES, WEIGHT_BITS, full_dtype
+from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec
 from minivllm.theory.quantity import Quantity
 from minivllm.units import GIB, cdiv
-
-
-@dataclass(frozen=True)
-class KVDtype:
-    """How a cached element is stored: `bits` each, and `scale_bytes` for every `group` of them.
-
-    `group` None is one scale for a whole head's vector (int8 per token and head); 0 bytes of scale is none, or one for
-    the whole tensor (fp8), which is too little to count.
-    """
-
-    bits: int
-    scale_bytes: int = 0
-    group: int | None = None
-
-    def bytes_per_vector(self, size: int) -> float:
-        """Bytes of `size` neighbouring elements, a head's key for example, with their scales."""
-        num_scales = cdiv(size, self.group or size) if self.scale_bytes else 0
-        return size * self.bits / 8 + num_scales * self.scale_bytes
-
-
-KV_DTYPES = {
-    "float32": KVDtype(32),
-    "float16": KVDtype(16),
-    "bfloat16": KVDtype(16),
-    "fp8": KVDtype(8),  # one scale per tensor
-    "int8": KVDtype(8, scale_bytes=4),  # a float32 scale per token and head
-    "int4": KVDtype(4, scale_bytes=4, group=32),  # a float16 scale and zero point for 32 elements, as in KIVI
-    "q8_0": KVDtype(8, scale_bytes=2, group=32),  # llama.cpp's blocks of 32 with a float16 scale
-    "q4_0": KVDtype(4, scale_bytes=2, group=32),
-}
-
-# Bits of a stored weight, with its share of scales and zero points.
-WEIGHT_BITS = {
-    "float32": 32.0,
-    "float16": 16.0,
-    "bfloat16": 16.0,
-    "fp8": 8.0,
-    "int8": 8.0,
-    "int4": 4 + (16 + 4) / 128,  # GPTQ and AWQ: a float16 scale and a 4-bit zero point for 128 weights
-    "mxfp4": 4 + 8 / 32,  # a shared exponent for 32
-    "nvfp4": 4 + 8 / 16,  # an fp8 scale for 16
-}
 
 
 class NoRoom(ValueError):
@@ -74,12 +31,6 @@ def kv_dtype_name(name: str, spec: ModelSpec) -> str:
     if key not in KV_DTYPES:
         raise ValueError(f"KV dtype {own!r} is unknown; known: auto, {', '.join(KV_DTYPES)}")
     return key
-
-
-# Bytes of the smallest thing that can be a model's weights.
-MIN_CHECKPOINT = 10_000
-# Formats in which only the experts are stored.
-EXPERTS_ONLY = ("mxfp4",)
 
 
 def check_parallel(spec: ModelSpec, tp: int, pp: int = 1) -> None:
@@ -282,38 +233,6 @@ def weight_format(spec: ModelSpec, weight_dtype: str = "auto") -> tuple[str, flo
     if key not in WEIGHT_BITS:
         raise ValueError(f"weight dtype {key!r} is unknown; known: auto, {', '.join(WEIGHT_BITS)}")
     return key, WEIGHT_BITS[key]
-
-
-def checkpoint_bytes(path: str | Path) -> int | None:
-    """Size of the weights in a checkpoint's folder, or beside its config.json: what a model of mixed precision takes.
-
-    None if they are not all there, or if it is unclear which of several files are the model's.
-    """
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    try:
-        files = _weight_files(folder)
-        sizes = [file.stat().st_size for file in files if file.is_file()]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # an index that is none
-        return None
-    # Below this they are what Git LFS and its like leave in a file's place.
-    is_whole = len(sizes) == len(files) and sum(sizes) >= MIN_CHECKPOINT
-    return sum(sizes) if is_whole else None
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Those of the model: what an index names, the one file, all parts of a split one, or the only GGUF."""
-    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        if (folder / index).is_file():
-            names = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
-            return [folder / Path(name).name for name in names]
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / name).is_file():
-            return [folder / name]
-    parts = list(folder.glob("model-*-of-*.safetensors"))
-    if parts:
-        return parts if {part.stem.rpartition("-")[2] for part in parts} == {f"{len(parts):05}"} else []
-    ggufs = [file for file in folder.glob("*.gguf") if "-of-" not in file.name and not file.name.startswith("mmproj")]
-    return ggufs if len(ggufs) == 1 else []
 
 
 def activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_num_seqs: int, tp: int = 1) -> Quantity:

@@ -1,6 +1,7 @@
 """Every row has a source, adds up, and is found by the names that people type."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -262,6 +263,23 @@ class TestFromConfig:
             ModelSpec.from_file(path)
         with pytest.raises(ValueError, match="cannot be read: No such file"):
             ModelSpec.from_file(tmp_path / "gone.json")
+
+    def test_what_never_ends_is_not_read(self, tmp_path):
+        """A device, a pipe that nobody writes to, a file of gigabytes: refused at once, with one line."""
+        pipe, huge = tmp_path / "pipe", tmp_path / "huge.json"
+        os.mkfifo(pipe)
+        with huge.open("wb") as file:
+            file.truncate(50 * 10**9)  # of which the disk holds nothing
+        for path, message in (
+            ("/dev/zero", "/dev/zero is not a regular file"),
+            (pipe, "pipe is not a regular file"),
+            (huge, "huge.json has more than 10 MB, which no such file has"),
+        ):
+            with pytest.raises(ValueError, match=f"{message}$"):
+                ModelSpec.from_file(path)
+        (tmp_path / "text.json").write_bytes(b"\xff")
+        with pytest.raises(ValueError, match="is not UTF-8 text"):
+            ModelSpec.from_file(tmp_path / "text.json")
 
     def test_tiny(self):
         """The embedded model's own config, against its checkpoint."""

@@ -129,16 +129,16 @@ class TestFromConfig:
         ("change", "message"),
         [
             ({"hidden_size": None}, "the config has no hidden_size or n_embd or d_model"),
-            ({"num_hidden_layers": "two"}, "num_hidden_layers must be a whole number of at least 0, got 'two'"),
+            ({"num_hidden_layers": "two"}, "'num_hidden_layers' is 'two'; expected a whole number from 0 to 1,000"),
             ({"num_attention_heads": 0}, "num_attention_heads is 0"),
             ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) is not a multiple of num_key_value_heads \(3\)"),
             ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers 2"),
             ({"layer_types": ["full_attention", "mamba"]}, "layer_types has 'mamba'; known: full_attention"),
-            ({"layer_types": "full_attention"}, "layer_types is 'full_attention', expected a list"),
+            ({"layer_types": "full_attention"}, "'layer_types' is 'full_attention'; expected a list of names"),
             ({"layer_types": ["sliding_attention"] * 2}, "the config names no sliding_window"),
             ({"layer_types": ["linear_attention"] * 2}, r"the config names no linear_\* sizes"),
             ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5, expected 1 to 4"),
-            ({"hidden_size": -64}, "hidden_size must be a whole number"),
+            ({"hidden_size": -64}, "'hidden_size' is -64; expected a whole number"),
             *(
                 ({key: value}, f"the config has {key}: .*, which this calculator does not model")
                 for key, value in (

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from minivllm.checkpoint_files import checkpoint_bytes as checkpoint_bytes
 from minivllm.checks import require_int
-from minivllm.theory.dtypes import EXPERTS_ONLY, KV_DTYPES, WEIGHT_BITS, full_dtype
+from minivllm.theory.dtypes import DTYPES, EXPERTS_ONLY, KV_DTYPES, WEIGHT_BITS, full_dtype
 from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec
 from minivllm.theory.quantity import Quantity
 from minivllm.units import GIB, cdiv
@@ -152,13 +152,25 @@ def _with_layers(formula: str) -> str:
     return formula.replace("2 *", "2 * layers *", 1) if formula.startswith("2 *") else f"layers * {formula}"
 
 
+def kv_bytes_per_block(spec: ModelSpec, block_size: int = 16, kv_dtype: str = "auto", tp: int = 1) -> Quantity:
+    """Bytes of a block of `block_size` tokens in all layers, on one GPU: what this engine's pool is made of.
+
+    vLLM's blocks are the same where all layers are of one kind; where they are not, see `kv_layout`.
+    """
+    require_int("block_size", block_size, 1)
+    one = kv_bytes_per_token(spec, kv_dtype, tp)
+    return Quantity(
+        block_size * one, "B", "bytes of a block", "block_size * bytes_per_token",
+        {"block_size": block_size, "bytes_per_token": one},
+    )  # fmt: skip
+
+
 def state_bytes_per_layer(spec: ModelSpec, tp: int = 1) -> float:
     """Bytes that a linear-attention layer keeps per request, however long, on one GPU: a matrix per head, and the last
     inputs of a short convolution."""
     if spec.linear is None:
         return 0
-    state = KV_DTYPES[spec.linear.state_dtype or spec.dtype].bits // 8
-    conv = KV_DTYPES[spec.dtype].bits // 8
+    state, conv = DTYPES[spec.linear.state_dtype or spec.dtype], DTYPES[spec.dtype]
     return (state * spec.linear.recurrent_elements + conv * spec.linear.conv_elements) / tp
 
 
@@ -241,7 +253,7 @@ def activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_num_seqs:
     The widest moment: the residual stream twice, and an MLP's two inner activations, or a router's choice of experts
     for every token; then float32 logits, twice while they are sampled from, for each sequence.
     """
-    element = KV_DTYPES[spec.dtype].bits // 8
+    element = DTYPES[spec.dtype]
     inner = spec.intermediate_size
     if spec.experts is not None:
         inner = max(spec.experts.experts_per_token * spec.experts.expert_size + spec.experts.shared_size, 1)
@@ -342,15 +354,22 @@ def num_kv_tokens(num_blocks: float, block_size: int = 16) -> Quantity:
     )  # fmt: skip
 
 
-def max_concurrency(num_tokens: float, max_model_len: int, block_size: int = 16) -> Quantity:
-    """vLLM's "Maximum concurrency for L tokens per request": how many requests of full length fit at the same time.
+def concurrency(num_blocks: float, blocks_per_request: float) -> Quantity:
+    """vLLM's "Maximum concurrency": requests of full length that the pool holds at the same time, as a fraction and the
+    null block counted in. A guarantee, not a cap: shorter requests fit more often."""
+    return Quantity(
+        num_blocks / blocks_per_request, "requests", "maximum concurrency", "num_blocks / blocks_per_request",
+        {"num_blocks": num_blocks, "blocks_per_request": blocks_per_request},
+    )  # fmt: skip
 
-    A guarantee, not a cap: shorter requests fit more often. For models whose layers all keep every token.
-    """
+
+def max_concurrency(num_tokens: float, max_model_len: int, block_size: int = 16) -> Quantity:
+    """`concurrency` from vLLM's other start-up line, "KV cache size: N tokens". For models whose layers all keep every
+    token."""
     require_int("max_model_len", max_model_len, 1)
     require_int("block_size", block_size, 1)
     return Quantity(
-        (num_tokens / block_size) / cdiv(max_model_len, block_size),
+        concurrency(num_tokens / block_size, cdiv(max_model_len, block_size)),
         "requests",
         "maximum concurrency",
         "tokens / block_size / ceil(max_model_len / block_size)",

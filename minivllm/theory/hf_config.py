@@ -166,7 +166,7 @@ def _check_modelled(config: Config) -> None:
 def _rope_factor(config: Config) -> float:
     """By how much vLLM lengthens max_position_embeddings: only linear and dynamic scaling leave that to the server
     (config/model.py, _get_and_verify_max_len); with the others, YaRN too, the config's number is the length."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")  # transformers 5 has it so
     if not isinstance(scaling, Mapping) or "gemma3" in str(config.get("model_type")):
         return 1
     factor = scaling.get("factor")

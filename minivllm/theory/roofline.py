@@ -279,9 +279,8 @@ class CostModel:
             idle = (experts.num_experts - experts.experts_per_token) * self.expert
         self.active = float(spec.attention_parameters + spec.mlp_parameters) - idle  # weights that a token uses
         self.mlp, self.head = spec.mlp_parameters, spec.head_parameters
-        self.attention_bytes = spec.attention_parameters * (
-            self.wide if key in EXPERTS_ONLY and experts else self.narrow
-        )
+        keeps_attention = key in EXPERTS_ONLY and experts is not None
+        self.attention_bytes = spec.attention_parameters * (self.wide if keeps_attention else self.narrow)
         self.attention = [
             AttentionLayers(
                 count,

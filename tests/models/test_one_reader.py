@@ -15,11 +15,17 @@ PUBLISHED = [
 ]
 
 
+LINEAR = {"type": "linear", "factor": 2.5}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
 def check_agreement(hf: dict) -> None:
-    """Every field of the engine's spec, but for the two things that it treats otherwise on purpose."""
+    """Every field of the engine's spec, but for what it treats otherwise on purpose: windows, and YaRN's length."""
     engine = ModelConfig.from_hf(hf)
     planner = ModelSpec.from_hf(hf, name=hf["model_type"])
     assert engine.sliding_window == (planner.sliding_window if SLIDING in planner.layer_types else None)
+    if engine.sliding_window is None and (engine.rope is None or engine.rope.type != "yarn"):
+        assert engine.max_model_len == planner.max_position_embeddings
     # Windowed layers are computed as full ones, and a request ends where the window does.
     planner = replace(planner, layer_types=(FULL,) * planner.num_layers, sliding_window=None)
     assert engine.spec == replace(planner, max_position_embeddings=engine.max_model_len)
@@ -71,6 +77,8 @@ def configs(draw) -> dict:
             max_window_layers=st.integers(0, 60),
             layer_types=st.lists(kinds, min_size=layers, max_size=layers),
             rope_theta=st.just(5e5),
+            rope_scaling=st.sampled_from([LINEAR, YARN]),
+            rope_parameters=st.sampled_from([LINEAR | {"factor": 3.5}, {"rope_type": "default", "rope_theta": 7.0}]),
         )
     optional |= dict(tie_word_embeddings=flags, dtype=dtypes, torch_dtype=dtypes, eos_token_id=st.just(0))
     for key, values in optional.items():

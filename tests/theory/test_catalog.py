@@ -246,6 +246,26 @@ class TestFromConfig:
         )
         assert spec.parameters == known.parameters
 
+    @pytest.mark.parametrize(
+        ("change", "layers"),
+        [
+            ({"model_type": "mistral"}, "2 sliding (4,096)"),
+            ({"model_type": "mistral", "sliding_window": None}, "2 full"),
+            ({"model_type": "qwen2", "sliding_window": 8}, "2 full"),
+            ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True}, "2 full"),  # the first 28 are
+            (
+                {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
+                "1 full, 1 sliding (8)",
+            ),
+        ],
+    )
+    def test_windows_by_default(self, change, layers):
+        """As transformers has it where a config says nothing."""
+        assert ModelSpec.from_hf(CONFIG | change).describe_layers() == layers
+
+    def test_qwen3_has_a_head_dim_of_its_own(self):
+        assert ModelSpec.from_hf(CONFIG | {"model_type": "qwen3"}).head_dim == 128
+
     def test_window_switched_off(self):
         config = CONFIG | {"sliding_window": 8, "use_sliding_window": False}
         assert ModelSpec.from_hf(config).describe_layers() == "2 full"

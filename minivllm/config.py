@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minivllm.checks import is_finite, require_bool, require_int
+from minivllm.theory import sizing
 from minivllm.units import cdiv
 
 POLICIES = ("fcfs", "priority")
@@ -36,7 +37,7 @@ class CacheConfig:
 
     def max_concurrency(self, max_model_len: int) -> float:
         """Requests of `max_model_len` tokens that the pool holds, the null block counted in as vLLM does."""
-        return self.num_blocks / cdiv(max_model_len, self.block_size)
+        return sizing.concurrency(self.num_blocks, cdiv(max_model_len, self.block_size))
 
     def capacity_report(self, max_model_len: int, device_type: str = "cpu") -> str:
         """The line that vLLM 0.30.0 logs at start (kv_cache_utils.py, update_kv_cache_capacity)."""

@@ -2,21 +2,24 @@
 
 The field names differ between families (`n_embd`, `hidden_size`) and between versions of transformers
 (`rope_theta` + `rope_scaling` + `torch_dtype` up to 4, `rope_parameters` + `dtype` from 5). Everything
-above this module sees `ModelConfig` only. A setting that would change the arithmetic in a way that the
-models here do not implement is refused by its name, never ignored.
+above this module sees `ModelConfig` only. Sizes are read by `minivllm.theory.hf_config`, for the planner and for
+the engine alike; here is read what arithmetic needs beside them. A setting that would change the arithmetic in a way
+that the models here do not implement is refused by its name, never ignored.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
 from minivllm.checks import is_finite, is_whole, require_int
 from minivllm.sampling_params import SamplingParams
+from minivllm.theory.config_fields import LARGEST, names, refuse, text, whole
+from minivllm.theory.hf_config import DEFAULT_DTYPE, named_dtype, read_decoder, read_positions
+from minivllm.theory.model_spec import FULL, SLIDING, ModelSpec
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-LARGEST = 2**31 - 1  # of any size in a config
-MAX_LAYERS = 1000
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,17 @@ class RopeConfig:
                 raise ValueError(f"rope {name} {value!r} is not a positive number")
 
 
+SUPPORTED_MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+# What a config.json must name.
+_GPT2_SIZES = ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions")
+_LLAMA_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -114,6 +128,34 @@ class ModelConfig:
             length = int(self.rope.original_max_position_embeddings * self.rope.factor)
         return length if self.sliding_window is None else min(length, self.sliding_window)
 
+    @functools.cached_property
+    def spec(self) -> ModelSpec:
+        """These sizes for the formulas of `minivllm.theory`, as this engine runs the model: full attention everywhere,
+        and no request longer than `max_model_len`."""
+        is_gpt2 = self.model_type == "gpt2"
+        return ModelSpec(
+            name=self.model_type,
+            model_type=self.model_type,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_hidden_layers,
+            num_heads=self.num_attention_heads,
+            num_kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.intermediate_size,
+            max_position_embeddings=self.max_model_len,
+            dtype=self.dtype or DEFAULT_DTYPE,
+            tie_word_embeddings=self.tie_word_embeddings,
+            layer_types=(FULL,) * self.num_hidden_layers,
+            gated_mlp=not is_gpt2,
+            learned_positions=self.max_position_embeddings if is_gpt2 else 0,
+            qkv_bias=self.qkv_bias,
+            o_bias=self.o_proj_bias,
+            mlp_bias=self.mlp_bias,
+            qk_norm=self.qk_norm,
+            norm_bias=is_gpt2,
+        )
+
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> ModelConfig:
         """Read a Hugging Face config.json, older or transformers 5 spelling.
@@ -122,7 +164,7 @@ class ModelConfig:
         value that is of the wrong type or out of range.
         """
         model_type = config.get("model_type")
-        if not isinstance(model_type, str) or model_type not in _READERS:
+        if not isinstance(model_type, str) or model_type not in SUPPORTED_MODEL_TYPES:
             raise ValueError(
                 f"model_type {model_type!r} (architectures: {config.get('architectures')}) is not supported; "
                 f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
@@ -134,14 +176,35 @@ class ModelConfig:
                 f"quantised checkpoints (quantization_config, method {method!r}) are not supported; "
                 "use the model's float32, bfloat16 or float16 weights"
             )
-        vocab_size = _whole(config, "vocab_size")
+        is_gpt2 = model_type == "gpt2"
+        for key in _GPT2_SIZES if is_gpt2 else _LLAMA_SIZES:  # the planner may take a default, a model may not
+            whole(config, key, low=1)
+        unknown = sorted(set(names(config, "layer_types")) - {FULL, SLIDING})
+        if unknown:
+            raise ValueError(f"layer_types {', '.join(unknown)} are not supported; only {FULL} and {SLIDING} are")
+        spec = read_decoder(config, model_type)
+        _refuse_other_layers(spec)
+        positions = read_positions(config)
         return cls(
             model_type=model_type,
-            vocab_size=vocab_size,
-            dtype=_dtype(config),
-            eos_token_ids=_token_ids(config, "eos_token_id", vocab_size),
-            architectures=_names(config, "architectures"),
-            **_READERS[model_type](config),
+            vocab_size=spec.vocab_size,
+            hidden_size=spec.hidden_size,
+            num_hidden_layers=spec.num_layers,
+            num_attention_heads=spec.num_heads,
+            num_key_value_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            intermediate_size=spec.intermediate_size,
+            max_position_embeddings=positions,
+            tie_word_embeddings=spec.tie_word_embeddings,
+            qkv_bias=spec.qkv_bias,
+            o_proj_bias=spec.o_bias,
+            mlp_bias=spec.mlp_bias,
+            qk_norm=spec.qk_norm,
+            sliding_window=spec.sliding_window if SLIDING in spec.layer_types else None,
+            dtype=named_dtype(config),
+            eos_token_ids=_token_ids(config, "eos_token_id", spec.vocab_size),
+            architectures=names(config, "architectures"),
+            **(_read_gpt2(config) if is_gpt2 else _read_llama(config, positions)),
         )
 
 
@@ -185,122 +248,44 @@ def _read_gpt2(config: dict[str, Any]) -> dict[str, Any]:
         if config.get(key, supported) != supported:
             raise ValueError(f"{key}={config[key]} is not supported; only {key}={supported} is")
     config = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, **config}
-    hidden_size, num_heads = _whole(config, "n_embd"), _whole(config, "n_head")
-    return dict(
-        hidden_size=hidden_size,
-        num_hidden_layers=_whole(config, "n_layer", high=MAX_LAYERS),
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        head_dim=_split_heads(hidden_size, num_heads),
-        intermediate_size=_whole(config, "n_inner", default=4 * hidden_size),
-        max_position_embeddings=_whole(config, "n_positions"),
-        hidden_act=_text(config, "activation_function"),
-        norm_eps=_epsilon(config, "layer_norm_epsilon"),
-        tie_word_embeddings=_flag(config, "tie_word_embeddings", True),
-        qkv_bias=True,
-        o_proj_bias=True,
-        mlp_bias=True,
-    )
+    return dict(hidden_act=text(config, "activation_function"), norm_eps=_epsilon(config, "layer_norm_epsilon"))
 
 
-def _read_llama(config: dict[str, Any]) -> dict[str, Any]:
+def _read_llama(config: dict[str, Any], positions: int) -> dict[str, Any]:
+    """Of Llama and those that differ from it only in what the spec says: Mistral, Qwen2, Qwen3."""
     config = {"hidden_act": "silu", "rms_norm_eps": 1e-6, **config}
-    hidden_size, num_heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
-    max_position_embeddings = _whole(config, "max_position_embeddings")
-    given_head_dim = config.get("head_dim") is not None
-    attention_bias = _flag(config, "attention_bias", False)
     return dict(
-        hidden_size=hidden_size,
-        num_hidden_layers=_whole(config, "num_hidden_layers", high=MAX_LAYERS),
-        num_attention_heads=num_heads,
-        num_key_value_heads=_whole(config, "num_key_value_heads", default=num_heads),
-        head_dim=_whole(config, "head_dim") if given_head_dim else _split_heads(hidden_size, num_heads),
-        intermediate_size=_whole(config, "intermediate_size"),
-        max_position_embeddings=max_position_embeddings,
-        hidden_act=_text(config, "hidden_act"),
+        hidden_act=text(config, "hidden_act"),
         norm_eps=_epsilon(config, "rms_norm_eps"),
-        tie_word_embeddings=_flag(config, "tie_word_embeddings", False),
-        rope=_read_rope(config, max_position_embeddings),
-        qkv_bias=attention_bias,
-        o_proj_bias=attention_bias,
-        mlp_bias=_flag(config, "mlp_bias", False),
-        sliding_window=_active_window(config),
+        rope=_read_rope(config, positions),
     )
 
 
-def _read_mistral(config: dict[str, Any]) -> dict[str, Any]:
-    # Transformers' default when the key is absent; Mistral 0.3 and later write null, which means none.
-    config = {"sliding_window": 4096, **config}
-    return _read_llama(config) | dict(qkv_bias=False, o_proj_bias=False, mlp_bias=False)
-
-
-def _read_qwen2(config: dict[str, Any]) -> dict[str, Any]:
-    config = {"use_sliding_window": False, **config}
-    return _read_llama(config) | dict(qkv_bias=True, o_proj_bias=False, mlp_bias=False)
-
-
-def _read_qwen3(config: dict[str, Any]) -> dict[str, Any]:
-    # Qwen3's head_dim is its own setting, with a default: 0.6B has 16 heads of 128 on a hidden size of 1024.
-    config = {"use_sliding_window": False, "head_dim": 128, **config}
-    return _read_llama(config) | dict(mlp_bias=False, qk_norm=True)
-
-
-_READERS = {
-    "gpt2": _read_gpt2,
-    "llama": _read_llama,
-    "mistral": _read_mistral,
-    "qwen2": _read_qwen2,
-    "qwen3": _read_qwen3,
-}
-SUPPORTED_MODEL_TYPES = tuple(_READERS)
-
-
-def _refuse(config: dict[str, Any], key: str, expected: str) -> ValueError:
-    found = f"{key!r} is {_shorten(config[key])}" if key in config else f"{key!r} is missing"
-    return ValueError(f"{found}; expected {expected}")
-
-
-def _shorten(value: object, limit: int = 100) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."
-
-
-def _whole(config: dict[str, Any], key: str, default: int | None = None, low: int = 1, high: int = LARGEST) -> int:
-    """A size. `default` is for a key that is missing or null; without one it must be there."""
-    value = config.get(key)
-    if value is None and default is not None:
-        return default
-    if not is_whole(value) or not low <= value <= high:
-        raise _refuse(config, key, f"a whole number from {low} to {high:,}")
-    return value
+def _refuse_other_layers(spec: ModelSpec) -> None:
+    """ValueError if the config names layers that the models here do not have."""
+    for what, found in (
+        ("a mixture of experts", spec.experts),
+        ("latent attention (kv_lora_rank)", spec.latent),
+        ("linear attention", spec.linear),
+        ("a gate on attention's output", spec.output_gate),
+        ("layers of two shapes", spec.full_kv_heads or spec.full_head_dim),
+    ):
+        if found:
+            raise ValueError(f"{spec.model_type} with {what} is not supported")
 
 
 def _epsilon(config: dict[str, Any], key: str) -> float:
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise _refuse(config, key, "a small number above 0, such as 1e-5")
+        raise refuse(config, key, "a small number above 0, such as 1e-5")
     return value
 
 
 def _flag(config: dict[str, Any], key: str, default: bool) -> bool:
     value = config.get(key, default)
     if value is not None and not isinstance(value, bool):
-        raise _refuse(config, key, "true or false")
+        raise refuse(config, key, "true or false")
     return bool(value)
-
-
-def _text(config: dict[str, Any], key: str) -> str:
-    if not isinstance(config.get(key), str):
-        raise _refuse(config, key, "a name")
-    return config[key]
-
-
-def _names(config: dict[str, Any], key: str) -> tuple[str, ...]:
-    """A list of names, or none."""
-    value = config.get(key)
-    if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-        raise _refuse(config, key, "a list of names")
-    return tuple(value or ())
 
 
 def _token_ids(config: dict[str, Any], key: str, vocab_size: int) -> tuple[int, ...]:
@@ -308,47 +293,8 @@ def _token_ids(config: dict[str, Any], key: str, vocab_size: int) -> tuple[int, 
     value = config.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(is_whole(i) and 0 <= i < vocab_size for i in ids):
-        raise _refuse(config, key, f"a token id from 0 to {vocab_size - 1:,} (vocab_size - 1), or a list of them")
+        raise refuse(config, key, f"a token id from 0 to {vocab_size - 1:,} (vocab_size - 1), or a list of them")
     return tuple(ids)
-
-
-def _split_heads(hidden_size: int, num_heads: int) -> int:
-    if hidden_size % num_heads:
-        raise ValueError(f"hidden size {hidden_size} does not divide into {num_heads} heads, and no head_dim is given")
-    return hidden_size // num_heads
-
-
-def _dtype(config: dict[str, Any]) -> str | None:
-    name = config.get("dtype") or config.get("torch_dtype")
-    if name is None:
-        return None
-    name = str(name).removeprefix("torch.")
-    if name not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype {name!r} is not supported; supported: float32, bfloat16, float16")
-    return name
-
-
-def _active_window(config: dict[str, Any]) -> int | None:
-    """The sliding window in tokens, or None if no layer uses one.
-
-    Mistral's window, when there is one, is on every layer. Qwen's has a switch, and then a list of layer types or, in
-    the older spelling, the number of first layers that attend fully.
-    """
-    layer_types = _names(config, "layer_types")
-    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ValueError(
-            f"layer_types {', '.join(unknown)} are not supported; only full_attention and sliding_attention are"
-        )
-    active = _flag(config, "use_sliding_window", True) and config.get("sliding_window") is not None
-    window = _whole(config, "sliding_window") if active else None
-    if window is None and "sliding_attention" in layer_types:
-        raise ValueError("layer_types has sliding_attention layers, but no sliding_window is active")
-    if "use_sliding_window" not in config:
-        return window
-    if layer_types:
-        return window if "sliding_attention" in layer_types else None
-    return window if _whole(config, "max_window_layers", default=28, low=0) < config["num_hidden_layers"] else None
 
 
 def _read_rope(config: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
@@ -379,7 +325,7 @@ def _read_rope(config: dict[str, Any], max_position_embeddings: int) -> RopeConf
 
     # Outside the dict it wins, as in transformers; absent, the model was trained at the length the config states.
     key = "original_max_position_embeddings"
-    original = _whole(config, key, default=_whole(rope, key, default=max_position_embeddings))
+    original = whole(config, key, default=whole(rope, key, default=max_position_embeddings))
     if factor is None and rope_type == "yarn":
         factor = max_position_embeddings / original
     needed = ("low_freq_factor", "high_freq_factor") if rope_type == "llama3" else ()

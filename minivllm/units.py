@@ -1,6 +1,6 @@
 """Units and the one piece of arithmetic that everything here needs."""
 
-GB = 10**9  # bytes, as makers of memory count
+MB, GB = 10**6, 10**9  # bytes, as makers of memory count
 GIB = 2**30  # bytes, as programs count
 
 

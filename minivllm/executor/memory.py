@@ -7,6 +7,8 @@ import torch
 from minivllm.config import CacheConfig
 from minivllm.loading.weights import total_memory
 from minivllm.model_config import ModelConfig
+from minivllm.models.layers import causal_attend
+from minivllm.theory import sizing
 from minivllm.theory.defaults import default_batch_limits
 from minivllm.units import GIB, cdiv
 
@@ -51,8 +53,8 @@ def _try_mps() -> str | None:
 
 
 def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """2 (K and V) x layers x KV heads x head_dim x bytes x block_size."""
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize * block_size
+    """Bytes of one block of all layers, by the book's formula."""
+    return int(sizing.kv_bytes_per_block(config.spec, block_size, str(dtype).removeprefix("torch.")))
 
 
 def batch_limits(device: torch.device) -> tuple[int, int]:
@@ -125,14 +127,7 @@ def profile_cuda_peak(
     torch.cuda.reset_peak_memory_stats(device)
     positions = torch.arange(num_tokens, device=device) % config.max_position_embeddings
 
-    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
-        )
-        return out[0].transpose(0, 1)
-
-    hidden = model(torch.zeros_like(positions), positions, attend)
+    hidden = model(torch.zeros_like(positions), positions, causal_attend)
     model.compute_logits(hidden[:1024]).float().softmax(dim=-1)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minivllm.resources import COMES_WITH, DATA, RESTORE
-from minivllm.theory.model_spec import ModelSpec, full_dtype
+from minivllm.theory.dtypes import full_dtype
+from minivllm.theory.model_spec import ModelSpec
 from minivllm.units import GB, GIB
 
 
@@ -40,7 +41,7 @@ class Device:
     @property
     def bandwidth(self) -> float:
         """B/s."""
-        return self.memory_bandwidth_gb_s * 1e9
+        return self.memory_bandwidth_gb_s * GB
 
     def flop_s(self, dtype: str = "bfloat16") -> float:
         """Dense FLOP/s of matrix products in that dtype. ValueError if the device has no such rate."""

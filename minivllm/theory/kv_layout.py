@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from minivllm.checks import require_int
 from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec
 from minivllm.theory.quantity import Quantity
-from minivllm.theory.sizing import kv_bytes_per_token_and_layer, pipeline_stages, state_bytes_per_layer
+from minivllm.theory.sizing import concurrency, kv_bytes_per_token_and_layer, pipeline_stages, state_bytes_per_layer
 from minivllm.units import cdiv
 
 
@@ -76,11 +76,7 @@ class KVLayout:
 
     def max_concurrency(self, num_blocks: float, max_model_len: int, tokens_in_flight: int = 1) -> Quantity:
         """vLLM's "Maximum concurrency for L tokens per request". Its "KV cache size: N tokens" is this times L."""
-        per_request = self.blocks_per_request(max_model_len, tokens_in_flight)
-        return Quantity(
-            num_blocks / per_request, "requests", "maximum concurrency", "num_blocks / blocks_per_request",
-            {"num_blocks": num_blocks, "blocks_per_request": per_request},
-        )  # fmt: skip
+        return concurrency(num_blocks, self.blocks_per_request(max_model_len, tokens_in_flight))
 
     def longest_request(self, num_blocks: float, most: int, tokens_in_flight: int = 1) -> int:
         """Tokens of the longest request, at most `most`, that fits into that many blocks; 0 if none does."""

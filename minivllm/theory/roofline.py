@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minivllm.checks import require_int
+from minivllm.theory.dtypes import EXPERTS_ONLY
 from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec
 from minivllm.theory.quantity import Quantity
 from minivllm.theory.sizing import (
-    EXPERTS_ONLY,
     check_parallel,
     kv_bytes_per_token_and_layer,
     state_bytes_per_layer,
@@ -248,6 +248,99 @@ class StepTime:
         return "compute" if self.compute_s > self.memory_s else "memory"
 
 
+@dataclass(frozen=True)
+class AttentionLayers:
+    """What attention computes and moves in the layers of one kind."""
+
+    count: int
+    window: int | None
+    flops_per_pair: int  # in one layer, by a chunk of several tokens, on all GPUs together
+    decode_flops_per_pair: int  # by a single token: latent attention then computes otherwise
+    bytes_per_token: float  # of one layer's cache, on one GPU
+
+
+class CostModel:
+    """Operations and bytes of a model's steps on one of `tp` GPUs: what is the same for every step is computed once.
+
+    Counted: two operations per weight and token, attention's two products over the visible keys, a read of every weight
+    that is used, of every visible key and value once, and the new ones' write. Not counted: activations between layers,
+    norms, the softmax; they are small beside these.
+    """
+
+    def __init__(self, spec: ModelSpec, weight_dtype: str = "auto", kv_dtype: str = "auto", tp: int = 1) -> None:
+        check_parallel(spec, tp)
+        self.spec, self.tp = spec, tp
+        key, bits = weight_format(spec, weight_dtype)
+        self.narrow, self.wide = bits / 8, max(bits / 8, 2)  # a quantised checkpoint keeps its head in 16 bits
+        experts = spec.experts
+        self.expert = idle = 0  # weights of an expert, in all its layers, and of those that a token is not sent to
+        if experts is not None:
+            self.expert = experts.num_layers * spec.one_mlp(experts.expert_size)
+            idle = (experts.num_experts - experts.experts_per_token) * self.expert
+        self.active = float(spec.attention_parameters + spec.mlp_parameters) - idle  # weights that a token uses
+        self.mlp, self.head = spec.mlp_parameters, spec.head_parameters
+        keeps_attention = key in EXPERTS_ONLY and experts is not None
+        self.attention_bytes = spec.attention_parameters * (self.wide if keeps_attention else self.narrow)
+        self.attention = [
+            AttentionLayers(
+                count,
+                spec.sliding_window if kind == SLIDING else None,
+                flops_per_pair(spec, False, kind),
+                flops_per_pair(spec, True, kind),
+                float(kv_bytes_per_token_and_layer(spec, kv_dtype, tp, kind)),
+            )
+            for kind in (FULL, SLIDING)
+            if (count := spec.layer_types.count(kind))
+        ]
+        self.num_states, self.state_bytes = spec.layer_types.count(LINEAR), state_bytes_per_layer(spec, tp)
+
+    def step(self, chunks: Sequence[tuple[int, int]], num_sampled: int | None = None) -> Step:
+        """One step over `chunks`: (new tokens, tokens of the request after the step) each.
+
+        A decode is (1, context), a whole prompt (n, n), a chunk of a longer one (n, so far). `num_sampled` rows get
+        logits, one per request if not given.
+        """
+        if not chunks:
+            raise ValueError("a step needs at least one request")
+        decodes, prompts = [], []  # contexts of single tokens; chunks of several
+        for new, end in chunks:
+            if not (type(new) is type(end) is int and 1 <= new <= end):
+                require_int("new tokens", new, 1)
+                require_int("tokens of the request", end, new)
+            if new == 1:
+                decodes.append(end)
+            else:
+                prompts.append((new, end))
+        tp, num_tokens = self.tp, len(decodes) + sum(new for new, _ in prompts)
+        num_sampled = len(chunks) if num_sampled is None else num_sampled
+
+        weights = self.attention_bytes + (self.mlp - self._untouched(num_tokens)) * self.narrow
+        projections = Part(2 * self.active * num_tokens / tp, weights / tp)
+
+        flops = moved = 0.0  # of attention, over all its layers
+        for layers in self.attention:
+            limit = layers.window
+            # A single token reads what it sees; a chunk reads once what its tokens see together.
+            seen = sum(decodes) if limit is None else sum([end if end < limit else limit for end in decodes])
+            pairs = sum(visible_pairs(new, end, limit) for new, end in prompts)
+            read = seen + sum(end if limit is None else min(end, limit - 1 + new) for new, end in prompts)
+            flops += layers.count * (seen * layers.decode_flops_per_pair + pairs * layers.flops_per_pair)
+            moved += layers.count * (read + num_tokens) * layers.bytes_per_token
+        states = len(chunks) * self.num_states * self.state_bytes
+        attention = Part(flops / tp, moved + 2 * states)
+
+        lm_head = Part(2 * self.head * num_sampled / tp, self.head * self.wide / tp)
+        messages = 2 * self.spec.num_layers * num_tokens * self.spec.hidden_size * 2 if tp > 1 else 0  # 2 B per element
+        parts = {"projections": projections, "attention": attention, "lm_head": lm_head}
+        return Step(num_tokens, len(chunks), parts, messages)
+
+    def _untouched(self, num_tokens: int) -> float:
+        """Weights of experts that none of the tokens is sent to."""
+        if self.spec.experts is None:
+            return 0.0
+        return (self.spec.experts.num_experts - experts_touched(self.spec, num_tokens)) * self.expert
+
+
 def step_cost(
     spec: ModelSpec,
     chunks: Sequence[tuple[int, int]],
@@ -259,51 +352,9 @@ def step_cost(
 ) -> Step:
     """Operations and bytes of one step over `chunks`: (new tokens, tokens of the request after the step) each.
 
-    A decode is (1, context), a whole prompt (n, n), a chunk of a longer one (n, so far). Counted: two operations per
-    weight and token, attention's two products over the visible keys, a read of every weight that is used, of every
-    visible key and value once, and the new ones' write. Not counted: activations between layers, norms, the softmax;
-    they are small beside these. `num_sampled` rows get logits, one per request if not given.
+    What is counted, and what a chunk may be, say `CostModel` and its `step`; for many steps make one and keep it.
     """
-    check_parallel(spec, tp)
-    for new, end in chunks:
-        require_int("new tokens", new, 1)
-        require_int("tokens of the request", end, new)
-    if not chunks:
-        raise ValueError("a step needs at least one request")
-    num_tokens = sum(new for new, _ in chunks)
-    num_sampled = len(chunks) if num_sampled is None else num_sampled
-
-    linear = float(spec.attention_parameters + spec.mlp_parameters)
-    key, bits = weight_format(spec, weight_dtype)
-    narrow, wide = bits / 8, max(bits / 8, 2)  # a quantised checkpoint keeps its head in 16 bits
-    idle, untouched = 0.0, 0.0  # weights of experts that no token of this step, or not this token, is sent to
-    if spec.experts is not None:
-        experts = spec.experts
-        one = experts.num_layers * spec.one_mlp(experts.expert_size)  # an expert, in all its layers
-        idle = (experts.num_experts - experts.experts_per_token) * one
-        untouched = (experts.num_experts - experts_touched(spec, num_tokens)) * one
-    attention_weights = spec.attention_parameters * (wide if key in EXPERTS_ONLY and spec.experts else narrow)
-    read_weights = attention_weights + (spec.mlp_parameters - untouched) * narrow
-    projections = Part(2 * (linear - idle) * num_tokens / tp, read_weights / tp)
-
-    window = spec.sliding_window or 0
-    is_decode = num_tokens == len(chunks)
-    flops = moved = 0.0  # of attention, over all its layers
-    for kind in (FULL, SLIDING):
-        count, limit = spec.layer_types.count(kind), window if kind == SLIDING else None
-        pairs = sum(visible_pairs(new, end, limit) for new, end in chunks)
-        read = sum(end if limit is None else min(end, limit - 1 + new) for new, end in chunks)
-        flops += count * pairs * flops_per_pair(spec, is_decode, kind)
-        moved += count * (read + num_tokens) * kv_bytes_per_token_and_layer(spec, kv_dtype, tp, kind)
-    states = len(chunks) * spec.layer_types.count(LINEAR) * state_bytes_per_layer(spec, tp)
-    attention = Part(flops / tp, moved + 2 * states)
-
-    head = spec.head_parameters
-    lm_head = Part(2 * head * num_sampled / tp, head * wide / tp)
-    messages = 2 * spec.num_layers * num_tokens * spec.hidden_size * 2 if tp > 1 else 0  # 2 bytes per element
-    return Step(
-        num_tokens, len(chunks), {"projections": projections, "attention": attention, "lm_head": lm_head}, messages
-    )
+    return CostModel(spec, weight_dtype, kv_dtype, tp).step(chunks, num_sampled)
 
 
 def decode_step(spec: ModelSpec, batch: int, context: int, **options: object) -> Step:

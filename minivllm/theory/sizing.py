@@ -9,58 +9,15 @@ The rules are those of vLLM 0.30.0 (v1/core/kv_cache_utils.py, v1/kv_cache_inter
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
+from minivllm.checkpoint_files import checkpoint_bytes as checkpoint_bytes
 from minivllm.checks import require_int
-from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec, full_dtype
+from minivllm.theory.dtypes import DTYPES, EXPERTS_ONLY, KV_DTYPES, WEIGHT_BITS, full_dtype
+from minivllm.theory.model_spec import FULL, LINEAR, SLIDING, ModelSpec
 from minivllm.theory.quantity import Quantity
 from minivllm.units import GIB, cdiv
-
-
-@dataclass(frozen=True)
-class KVDtype:
-    """How a cached element is stored: `bits` each, and `scale_bytes` for every `group` of them.
-
-    `group` None is one scale for a whole head's vector (int8 per token and head); 0 bytes of scale is none, or one for
-    the whole tensor (fp8), which is too little to count.
-    """
-
-    bits: int
-    scale_bytes: int = 0
-    group: int | None = None
-
-    def bytes_per_vector(self, size: int) -> float:
-        """Bytes of `size` neighbouring elements, a head's key for example, with their scales."""
-        num_scales = cdiv(size, self.group or size) if self.scale_bytes else 0
-        return size * self.bits / 8 + num_scales * self.scale_bytes
-
-
-KV_DTYPES = {
-    "float32": KVDtype(32),
-    "float16": KVDtype(16),
-    "bfloat16": KVDtype(16),
-    "fp8": KVDtype(8),  # one scale per tensor
-    "int8": KVDtype(8, scale_bytes=4),  # a float32 scale per token and head
-    "int4": KVDtype(4, scale_bytes=4, group=32),  # a float16 scale and zero point for 32 elements, as in KIVI
-    "q8_0": KVDtype(8, scale_bytes=2, group=32),  # llama.cpp's blocks of 32 with a float16 scale
-    "q4_0": KVDtype(4, scale_bytes=2, group=32),
-}
-
-# Bits of a stored weight, with its share of scales and zero points.
-WEIGHT_BITS = {
-    "float32": 32.0,
-    "float16": 16.0,
-    "bfloat16": 16.0,
-    "fp8": 8.0,
-    "int8": 8.0,
-    "int4": 4 + (16 + 4) / 128,  # GPTQ and AWQ: a float16 scale and a 4-bit zero point for 128 weights
-    "mxfp4": 4 + 8 / 32,  # a shared exponent for 32
-    "nvfp4": 4 + 8 / 16,  # an fp8 scale for 16
-}
 
 
 class NoRoom(ValueError):
@@ -74,12 +31,6 @@ def kv_dtype_name(name: str, spec: ModelSpec) -> str:
     if key not in KV_DTYPES:
         raise ValueError(f"KV dtype {own!r} is unknown; known: auto, {', '.join(KV_DTYPES)}")
     return key
-
-
-# Bytes of the smallest thing that can be a model's weights.
-MIN_CHECKPOINT = 10_000
-# Formats in which only the experts are stored.
-EXPERTS_ONLY = ("mxfp4",)
 
 
 def check_parallel(spec: ModelSpec, tp: int, pp: int = 1) -> None:
@@ -201,13 +152,25 @@ def _with_layers(formula: str) -> str:
     return formula.replace("2 *", "2 * layers *", 1) if formula.startswith("2 *") else f"layers * {formula}"
 
 
+def kv_bytes_per_block(spec: ModelSpec, block_size: int = 16, kv_dtype: str = "auto", tp: int = 1) -> Quantity:
+    """Bytes of a block of `block_size` tokens in all layers, on one GPU: what this engine's pool is made of.
+
+    vLLM's blocks are the same where all layers are of one kind; where they are not, see `kv_layout`.
+    """
+    require_int("block_size", block_size, 1)
+    one = kv_bytes_per_token(spec, kv_dtype, tp)
+    return Quantity(
+        block_size * one, "B", "bytes of a block", "block_size * bytes_per_token",
+        {"block_size": block_size, "bytes_per_token": one},
+    )  # fmt: skip
+
+
 def state_bytes_per_layer(spec: ModelSpec, tp: int = 1) -> float:
     """Bytes that a linear-attention layer keeps per request, however long, on one GPU: a matrix per head, and the last
     inputs of a short convolution."""
     if spec.linear is None:
         return 0
-    state = KV_DTYPES[spec.linear.state_dtype or spec.dtype].bits // 8
-    conv = KV_DTYPES[spec.dtype].bits // 8
+    state, conv = DTYPES[spec.linear.state_dtype or spec.dtype], DTYPES[spec.dtype]
     return (state * spec.linear.recurrent_elements + conv * spec.linear.conv_elements) / tp
 
 
@@ -284,45 +247,13 @@ def weight_format(spec: ModelSpec, weight_dtype: str = "auto") -> tuple[str, flo
     return key, WEIGHT_BITS[key]
 
 
-def checkpoint_bytes(path: str | Path) -> int | None:
-    """Size of the weights in a checkpoint's folder, or beside its config.json: what a model of mixed precision takes.
-
-    None if they are not all there, or if it is unclear which of several files are the model's.
-    """
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    try:
-        files = _weight_files(folder)
-        sizes = [file.stat().st_size for file in files if file.is_file()]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # an index that is none
-        return None
-    # Below this they are what Git LFS and its like leave in a file's place.
-    is_whole = len(sizes) == len(files) and sum(sizes) >= MIN_CHECKPOINT
-    return sum(sizes) if is_whole else None
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Those of the model: what an index names, the one file, all parts of a split one, or the only GGUF."""
-    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        if (folder / index).is_file():
-            names = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
-            return [folder / Path(name).name for name in names]
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / name).is_file():
-            return [folder / name]
-    parts = list(folder.glob("model-*-of-*.safetensors"))
-    if parts:
-        return parts if {part.stem.rpartition("-")[2] for part in parts} == {f"{len(parts):05}"} else []
-    ggufs = [file for file in folder.glob("*.gguf") if "-of-" not in file.name and not file.name.startswith("mmproj")]
-    return ggufs if len(ggufs) == 1 else []
-
-
 def activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_num_seqs: int, tp: int = 1) -> Quantity:
     """An estimate of a step's activation peak on one GPU (vLLM measures it in a trial run at start).
 
     The widest moment: the residual stream twice, and an MLP's two inner activations, or a router's choice of experts
     for every token; then float32 logits, twice while they are sampled from, for each sequence.
     """
-    element = KV_DTYPES[spec.dtype].bits // 8
+    element = DTYPES[spec.dtype]
     inner = spec.intermediate_size
     if spec.experts is not None:
         inner = max(spec.experts.experts_per_token * spec.experts.expert_size + spec.experts.shared_size, 1)
@@ -423,15 +354,22 @@ def num_kv_tokens(num_blocks: float, block_size: int = 16) -> Quantity:
     )  # fmt: skip
 
 
-def max_concurrency(num_tokens: float, max_model_len: int, block_size: int = 16) -> Quantity:
-    """vLLM's "Maximum concurrency for L tokens per request": how many requests of full length fit at the same time.
+def concurrency(num_blocks: float, blocks_per_request: float) -> Quantity:
+    """vLLM's "Maximum concurrency": requests of full length that the pool holds at the same time, as a fraction and the
+    null block counted in. A guarantee, not a cap: shorter requests fit more often."""
+    return Quantity(
+        num_blocks / blocks_per_request, "requests", "maximum concurrency", "num_blocks / blocks_per_request",
+        {"num_blocks": num_blocks, "blocks_per_request": blocks_per_request},
+    )  # fmt: skip
 
-    A guarantee, not a cap: shorter requests fit more often. For models whose layers all keep every token.
-    """
+
+def max_concurrency(num_tokens: float, max_model_len: int, block_size: int = 16) -> Quantity:
+    """`concurrency` from vLLM's other start-up line, "KV cache size: N tokens". For models whose layers all keep every
+    token."""
     require_int("max_model_len", max_model_len, 1)
     require_int("block_size", block_size, 1)
     return Quantity(
-        (num_tokens / block_size) / cdiv(max_model_len, block_size),
+        concurrency(num_tokens / block_size, cdiv(max_model_len, block_size)),
         "requests",
         "maximum concurrency",
         "tokens / block_size / ceil(max_model_len / block_size)",

@@ -132,11 +132,11 @@ class TestSize:
     ("change", "message"),
     [
         ({"torch_dtype": "uint8"}, "torch_dtype 'uint8' is unknown; known: float32, float16, bfloat16"),
-        ({"num_hidden_layers": 10**30}, "num_hidden_layers is more than 1,000, which no model has"),
+        ({"num_hidden_layers": 10**30}, "0000; expected a whole number from 0 to 1,000"),
         ({"num_experts": 4, "mlp_only_layers": True}, "mlp_only_layers is True, expected a list"),
-        ({"layer_types": [[1], [1]]}, "layer_types is [[1], [1]], expected a list with a name for each layer"),
-        ({"hidden_size": "64"}, "hidden_size must be a whole number"),
-        ({"vocab_size": True}, "vocab_size must be a whole number"),
+        ({"layer_types": [[1], [1]]}, "'layer_types' is [[1], [1]]; expected a list of names"),
+        ({"hidden_size": "64"}, "'hidden_size' is '64'; expected a whole number"),
+        ({"vocab_size": True}, "'vocab_size' is True; expected a whole number"),
         ({"index_topk": 2048}, "the config has index_topk: sparse attention with an index of its own"),
         ({"attn_layer_period": 8}, "which this calculator does not model"),
         (

@@ -1,6 +1,7 @@
 """Every row has a source, adds up, and is found by the names that people type."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -128,16 +129,16 @@ class TestFromConfig:
         ("change", "message"),
         [
             ({"hidden_size": None}, "the config has no hidden_size or n_embd or d_model"),
-            ({"num_hidden_layers": "two"}, "num_hidden_layers must be a whole number of at least 0, got 'two'"),
+            ({"num_hidden_layers": "two"}, "'num_hidden_layers' is 'two'; expected a whole number from 0 to 1,000"),
             ({"num_attention_heads": 0}, "num_attention_heads is 0"),
             ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) is not a multiple of num_key_value_heads \(3\)"),
             ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers 2"),
             ({"layer_types": ["full_attention", "mamba"]}, "layer_types has 'mamba'; known: full_attention"),
-            ({"layer_types": "full_attention"}, "layer_types is 'full_attention', expected a list"),
+            ({"layer_types": "full_attention"}, "'layer_types' is 'full_attention'; expected a list of names"),
             ({"layer_types": ["sliding_attention"] * 2}, "the config names no sliding_window"),
             ({"layer_types": ["linear_attention"] * 2}, r"the config names no linear_\* sizes"),
             ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5, expected 1 to 4"),
-            ({"hidden_size": -64}, "hidden_size must be a whole number"),
+            ({"hidden_size": -64}, "'hidden_size' is -64; expected a whole number"),
             *(
                 ({key: value}, f"the config has {key}: .*, which this calculator does not model")
                 for key, value in (
@@ -245,6 +246,26 @@ class TestFromConfig:
         )
         assert spec.parameters == known.parameters
 
+    @pytest.mark.parametrize(
+        ("change", "layers"),
+        [
+            ({"model_type": "mistral"}, "2 sliding (4,096)"),
+            ({"model_type": "mistral", "sliding_window": None}, "2 full"),
+            ({"model_type": "qwen2", "sliding_window": 8}, "2 full"),
+            ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True}, "2 full"),  # the first 28 are
+            (
+                {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
+                "1 full, 1 sliding (8)",
+            ),
+        ],
+    )
+    def test_windows_by_default(self, change, layers):
+        """As transformers has it where a config says nothing."""
+        assert ModelSpec.from_hf(CONFIG | change).describe_layers() == layers
+
+    def test_qwen3_has_a_head_dim_of_its_own(self):
+        assert ModelSpec.from_hf(CONFIG | {"model_type": "qwen3"}).head_dim == 128
+
     def test_window_switched_off(self):
         config = CONFIG | {"sliding_window": 8, "use_sliding_window": False}
         assert ModelSpec.from_hf(config).describe_layers() == "2 full"
@@ -262,6 +283,23 @@ class TestFromConfig:
             ModelSpec.from_file(path)
         with pytest.raises(ValueError, match="cannot be read: No such file"):
             ModelSpec.from_file(tmp_path / "gone.json")
+
+    def test_what_never_ends_is_not_read(self, tmp_path):
+        """A device, a pipe that nobody writes to, a file of gigabytes: refused at once, with one line."""
+        pipe, huge = tmp_path / "pipe", tmp_path / "huge.json"
+        os.mkfifo(pipe)
+        with huge.open("wb") as file:
+            file.truncate(50 * 10**9)  # of which the disk holds nothing
+        for path, message in (
+            ("/dev/zero", "/dev/zero is not a regular file"),
+            (pipe, "pipe is not a regular file"),
+            (huge, "huge.json has more than 10 MB, which no such file has"),
+        ):
+            with pytest.raises(ValueError, match=f"{message}$"):
+                ModelSpec.from_file(path)
+        (tmp_path / "text.json").write_bytes(b"\xff")
+        with pytest.raises(ValueError, match="is not UTF-8 text"):
+            ModelSpec.from_file(tmp_path / "text.json")
 
     def test_tiny(self):
         """The embedded model's own config, against its checkpoint."""

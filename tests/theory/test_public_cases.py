@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from minivllm.theory import GB, GIB, ModelSpec, Quantity, find_model, roofline, sizing
+from minivllm.theory import GB, GIB, ModelSpec, Quantity, dtypes, find_model, roofline, sizing
 from minivllm.theory.kv_layout import KVLayout, kv_layout
 
 
@@ -247,7 +247,7 @@ class TestPublishedSizes:
 
     def test_four_bits_without_scales(self):
         """B09: 81,920 bytes leave out the scales that a 4-bit cache needs."""
-        assert sizing.KVDtype(4).bytes_per_vector(128) * 2 * 8 * 80 == 81920
+        assert dtypes.KVDtype(4).bytes_per_vector(128) * 2 * 8 * 80 == 81920
         assert sizing.kv_bytes_per_token(LLAMA_70B, "int4") == 81920 * (1 + 4 / 16)
 
     def test_batch_of_128(self):

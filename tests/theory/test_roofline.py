@@ -16,6 +16,16 @@ settings.register_profile("theory", deadline=None)  # other programs may hold th
 settings.load_profile("theory")
 
 
+chunks = st.lists(
+    st.one_of(
+        st.tuples(st.just(1), st.integers(1, 5000)),
+        st.tuples(st.integers(1, 300), st.integers(0, 5000)).map(lambda chunk: (chunk[0], chunk[0] + chunk[1])),
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
 def brute_force_pairs(new, end, window=None):
     return sum(min(position + 1, window or end) for position in range(end - new, end))
 
@@ -49,11 +59,41 @@ class TestStep:
         mixed = roofline.step_cost(model, [(1, context)] * batch + [(min(context, 512), context)])
         decode = roofline.decode_step(model, batch, context)
         prefill = roofline.step_cost(model, [(min(context, 512), context)])
-        if model.latent is None:  # whose decodes compute otherwise than its prefills
-            assert mixed.flops == pytest.approx(decode.flops + prefill.flops)
+        assert mixed.flops == pytest.approx(decode.flops + prefill.flops)
         assert mixed.bytes <= decode.bytes + prefill.bytes
         attention = [step.parts["attention"].bytes for step in (mixed, decode, prefill)]
         assert attention[0] == pytest.approx(attention[1] + attention[2])
+
+    @given(models, chunks, st.sampled_from(["auto", "fp8"]), st.one_of(st.none(), st.integers(0, 5)))
+    def test_it_is_the_sum_over_chunks(self, model, chunks, dtype, num_sampled):
+        """Written out once more, chunk by chunk and layer by layer; equal to the last bit."""
+        for tp in list(sizing.possible_tp(model))[:2]:
+            attention = moved = 0.0
+            for kind in ("full_attention", "sliding_attention"):
+                count = model.layer_types.count(kind)
+                limit = model.sliding_window if kind == "sliding_attention" else None
+                pairs = sum(
+                    brute_force_pairs(new, end, limit) * roofline.flops_per_pair(model, new == 1, kind)
+                    for new, end in chunks
+                )
+                read = sum(end if limit is None else min(end, limit - 1 + new) for new, end in chunks)
+                attention += count * pairs
+                written = sum(new for new, _ in chunks)
+                moved += count * (read + written) * sizing.kv_bytes_per_token_and_layer(model, dtype, tp, kind)
+            states = len(chunks) * model.layer_types.count("linear_attention") * sizing.state_bytes_per_layer(model, tp)
+            cost = roofline.CostModel(model, kv_dtype=dtype, tp=tp)
+            step = cost.step(chunks, num_sampled)
+            assert step.parts["attention"] == roofline.Part(attention / tp, moved + 2 * states)
+            assert step == roofline.step_cost(model, chunks, kv_dtype=dtype, tp=tp, num_sampled=num_sampled)
+            assert step == cost.step(chunks, num_sampled)  # it keeps nothing
+
+    def test_latent_attention_in_a_mixed_step(self):
+        """Each chunk is priced by its own length: a decode beside a prompt computes as a decode does alone."""
+        model = find_model("deepseek-v3")
+        decode, prompt = roofline.flops_per_pair(model, True), roofline.flops_per_pair(model, False)
+        assert decode > prompt
+        mixed = roofline.step_cost(model, [(1, 1000), (10, 10)]).parts["attention"]
+        assert mixed.flops == model.num_layers * (1000 * decode + 55 * prompt)
 
     @given(models, st.integers(2, 300), st.integers(1, 100))
     def test_chunks_compute_what_the_whole_prompt_does(self, model, n, size):
@@ -91,6 +131,8 @@ class TestStep:
             ([], "at least one request"),
             ([(0, 5)], "new tokens must be a whole number of at least 1"),
             ([(5, 4)], "tokens of the request must be a whole number of at least 5"),
+            ([(1, 5), (True, 5)], "new tokens must be a whole number of at least 1, got True"),
+            ([(1, 5.5)], "tokens of the request must be a whole number of at least 1, got 5.5"),
         ],
     )
     def test_refused(self, chunks, message):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -25,12 +25,11 @@ def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return function
 
 
-def trace(module: nn.Module, *inputs: Tensor) -> Callable[..., Any]:
-    """What `module` does to `inputs`, recorded, as a function: for any sizes, but always the same operations.
+def trace(function: Callable[..., Any], *inputs: Tensor) -> Callable[..., Any]:
+    """What `function` does to `inputs`, recorded: for any sizes, but always the same operations.
 
     Raises what TorchScript raises where that cannot be done.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # Its method, without what a Module adds to each call.
-        return torch.jit.trace(module, inputs, check_trace=False).forward
+        return torch.jit.trace(function, inputs, check_trace=False)

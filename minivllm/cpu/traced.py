@@ -7,13 +7,16 @@ without. vLLM cuts a model at the same places when it compiles it ("piecewise"),
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minivllm.cpu.torchscript import trace
+from minivllm.model_config import ModelConfig
 from minivllm.models.causal_lm import CausalLM, DecoderLayer
 from minivllm.models.layers import Attend
 
@@ -52,6 +55,61 @@ class _After(nn.Module):
         return self.layer.after_attention(x, heads)
 
 
+class _Piece:
+    """A recorded piece, with the weights of its place in the model.
+
+    Layers are alike but for their weights, so one recording that takes these as inputs serves them all, and all models
+    of that form: PyTorch never gives a recording's memory back.
+    """
+
+    def __init__(self, recording: Callable[..., Any], module: nn.Module) -> None:
+        self.recording, self.weights = recording, _weights(module)
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        return self.recording(*inputs, *self.weights)
+
+
+def _weights(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+@contextlib.contextmanager
+def _weights_replaced(module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """The module with other weights, in the order of `_weights`. (torch.func.functional_call refuses to be traced.)"""
+    places = [(layer._parameters, name) for layer in module.modules() for name in layer._parameters]
+    places += [(layer._buffers, name) for layer in module.modules() for name in layer._buffers]
+    places = [(owner, name) for owner, name in places if owner[name] is not None]
+    before = [owner[name] for owner, name in places]
+    try:
+        for (owner, name), tensor in zip(places, tensors, strict=True):
+            owner[name] = tensor
+        yield
+    finally:
+        for (owner, name), tensor in zip(places, before, strict=True):
+            owner[name] = tensor
+
+
+def _form(module: nn.Module) -> tuple:
+    """What two pieces must share to share a recording: their modules, shapes and settings, not their weights."""
+    layers = [(name, type(layer), getattr(layer, "min_rows", None)) for name, layer in module.named_modules()]
+    return *layers, *((weight.shape, weight.dtype) for weight in _weights(module))
+
+
+def _record(config: ModelConfig, module: nn.Module, *inputs: Tensor) -> _Piece:
+    key = (config, _form(module))
+    if key not in _RECORDINGS:
+
+        def run(*tensors: Tensor) -> Any:
+            with _weights_replaced(module, tensors[len(inputs) :]):
+                return module(*tensors[: len(inputs)])
+
+        _RECORDINGS[key] = trace(run, *inputs, *_weights(module))
+    return _Piece(_RECORDINGS[key], module)
+
+
+_RECORDINGS: dict[tuple, Callable[..., Any]] = {}  # a cache, the only state here
+
+
 class TracedModel(CausalLM):
     """`model`, recorded piece by piece. Its parameters are those of `model`, under `model.`; so are its results."""
 
@@ -62,11 +120,11 @@ class TracedModel(CausalLM):
         layers = model.decoder_layers
         ids = torch.zeros(2, dtype=torch.int64, device="cpu")
         x, *rotary = model.embed(ids, ids)
-        before = trace(_Before(layers[0]), x, *rotary)
+        before = _record(model.config, _Before(layers[0]), x, *rotary)
         heads, _, _ = before(x, *rotary)
-        between = [trace(_Between(*pair), x, heads, *rotary) for pair in itertools.pairwise(layers)]
-        # A tuple: as submodules, the pieces would list every parameter once more.
-        self.pieces = (before, between, trace(_After(layers[-1]), x, heads))
+        between = [_record(model.config, _Between(*pair), x, heads, *rotary) for pair in itertools.pairwise(layers)]
+        after = _record(model.config, _After(layers[-1]), x, heads)
+        self.pieces = (before, between, after)
 
     @property
     def decoder_layers(self) -> Sequence[DecoderLayer]:

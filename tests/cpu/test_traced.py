@@ -67,7 +67,9 @@ def test_without_torchscript_the_model_stays_as_it_is(tmp_path, monkeypatch):
     def gone(*_args, **_kwargs):
         raise FrontendError
 
+    monkeypatch.setattr(traced, "_RECORDINGS", {})
     monkeypatch.setattr(torch.jit, "trace", gone)
+    monkeypatch.setattr(traced, "_RECORDINGS", {})
     monkeypatch.setattr(torch.jit, "script", gone)
     assert traced.trace_pieces(model) is model
     assert torchscript.script(gone) is gone

@@ -20,7 +20,8 @@ from minivllm.request import Request, RequestStatus
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from minivllm.loading.tokenizer import IncrementalDetokenizer, Tokenizer
+    from minivllm.loading.detokenizer import IncrementalDetokenizer
+    from minivllm.loading.tokenizer import Tokenizer
 
 
 class LLMEngine:
@@ -93,7 +94,7 @@ class LLMEngine:
     def _detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
         if self.tokenizer is None:
             return None
-        from minivllm.loading.tokenizer import IncrementalDetokenizer
+        from minivllm.loading.detokenizer import IncrementalDetokenizer
 
         return IncrementalDetokenizer(
             self.tokenizer, request.all_token_ids, request.sampling_params.skip_special_tokens

@@ -10,7 +10,7 @@ from minivllm.executor.base import PositionLogprobs
 from minivllm.request import Request, RequestStatus
 
 if TYPE_CHECKING:
-    from minivllm.loading.tokenizer import IncrementalDetokenizer
+    from minivllm.loading.detokenizer import IncrementalDetokenizer
 
 
 # When `step` returns an output for a request: after every token, once at the end, or never (its text is read directly).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from minivllm.config import CacheConfig
-from minivllm.loading.weights import total_memory
+from minivllm.cpu.host_memory import total_memory
 from minivllm.model_config import ModelConfig
 from minivllm.theory.defaults import default_batch_limits
 from minivllm.units import GIB, cdiv

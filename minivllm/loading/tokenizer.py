@@ -66,6 +66,9 @@ class Tokenizer:
                 text = value.get("content") if isinstance(value, dict) else value
                 if name.endswith("_token") and isinstance(text, str):
                     special_tokens[name] = text
+        for name, text in special_tokens.items():
+            if not _is_unicode(text):
+                raise ValueError(f"{folder / 'tokenizer_config.json'} or special_tokens_map.json: {name!r} is {text!r}")
         template_file = folder / "chat_template.jinja"
         template = read_text(template_file) if is_file(template_file) else config.get("chat_template")
         if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):  # several, by name
@@ -154,6 +157,15 @@ class Tokenizer:
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self._backend.token_to_id(text)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether `text` can be encoded: JSON can spell lone surrogates, which cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_failure(error: BaseException) -> bool:

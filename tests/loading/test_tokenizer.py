@@ -353,3 +353,9 @@ def test_a_text_that_cannot_fit_is_refused_before_tokenizing(vocabulary):
     with pytest.raises(ValueError, match=message):
         tokenizer.encode(text, max_tokens=10)
     assert time.process_time() - start < 0.5
+
+
+def test_a_special_token_that_is_no_text(folder):
+    edit(folder / "tokenizer_config.json", eos_token="\ud800")
+    with pytest.raises(ValueError, match=rf"^{folder}/tokenizer_config\.json.*'eos_token' .*\\ud800"):
+        Tokenizer.from_folder(folder)

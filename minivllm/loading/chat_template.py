@@ -12,16 +12,17 @@ from minivllm.loading.files import printable
 
 MAX_TEMPLATE_CHARS = 10**6  # real ones have less than 30,000
 MAX_SECONDS = 5.0
-MAX_CHARS = 10**7  # of the output and of any value in between
+MAX_CHARS = 10**7  # of the output, and of any value in between
+MAX_TOTAL = 10**9  # of all values together, which a template may keep
 
 
 def render_chat_template(template: str, **variables: Any) -> str:
     """Render a chat template as transformers does.
 
-    Raises ValueError if it is faulty, refuses the messages, runs for more than `MAX_SECONDS`, or makes a text or list
-    of more than `MAX_CHARS`. The clock is looked at in every round of a loop, every call and every filter, and sizes
-    after each. So one built-in operation is not stopped that takes long, or much memory, by itself: the `replace` of
-    each letter of a long text by another long text, or a macro that writes a long text very often.
+    Raises ValueError if it is faulty, refuses the messages, runs for more than `MAX_SECONDS`, makes a text or list of
+    more than `MAX_CHARS`, or more than `MAX_TOTAL` of them. The clock is looked at in every round of a loop, every call
+    and every filter, and sizes after each. So one built-in operation is not stopped that takes long, or much memory, by
+    itself, such as the `replace` of each letter of a long text by another long text.
     """
     try:
         environment = _environment()
@@ -77,6 +78,7 @@ def _environment() -> Any:
 
         def compile_with_limits(self, template: str) -> jinja2.Template:
             """The template, to be rendered at once: its time runs from here."""
+            self.num_made = 0
             self.deadline = time.monotonic() + MAX_SECONDS
             tree = PassByLimits().visit(self.parse(template))
             return self.from_string(tree.set_environment(self).set_lineno(1))
@@ -85,27 +87,41 @@ def _environment() -> Any:
             if time.monotonic() > self.deadline:
                 raise ValueError(f"it ran for more than {MAX_SECONDS:g} s")
 
+        def within_limits(self, value: Any) -> Any:
+            """`value`, which the template has made or writes, if it is not too large."""
+            if isinstance(value, (str, bytes, list, tuple)):
+                self.check_size(len(value))
+                self.num_made += len(value)
+                if self.num_made > MAX_TOTAL:
+                    raise ValueError(f"it made more than {MAX_TOTAL:,} characters and items in all")
+            return value
+
+        def check_size(self, size: int) -> None:
+            if size > MAX_CHARS:
+                raise ValueError(f"it made a value of {size:,} characters or items, the most is {MAX_CHARS:,}")
+
         def concatenate(self, *values: Any) -> str:
             return "".join(map(str, values))
 
         def call(self, context, function, *args, **kwargs):
             self.check_time()
-            return _within_limits(super().call(context, function, *args, **kwargs))
+            return self.within_limits(super().call(context, function, *args, **kwargs))
 
         def call_binop(self, context, operator, left, right):
             if operator == "*":
                 for sequence, times in ((left, right), (right, left)):
                     if isinstance(sequence, (str, bytes, list, tuple)) and isinstance(times, int):
-                        _check_size(len(sequence) * times)
+                        self.check_size(len(sequence) * times)
             if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
                 bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
                 if bits > 4096:
                     raise ValueError("it calculated with numbers of more than 4,096 bits")
-            return _within_limits(super().call_binop(context, operator, left, right))
+            return self.within_limits(super().call_binop(context, operator, left, right))
 
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.filters = {name: _limited(environment, function) for name, function in environment.filters.items()}
+    environment.finalize = environment.within_limits  # of all that is written, in macros too
     del environment.globals["lipsum"]  # placeholder text, as long as is asked for
 
     def raise_exception(message: str) -> None:
@@ -121,20 +137,9 @@ def _limited(environment: Any, function: Callable) -> Callable:
     @functools.wraps(function)
     def limited(*args, **kwargs):
         environment.check_time()
-        return _within_limits(function(*args, **kwargs))
+        return environment.within_limits(function(*args, **kwargs))
 
     return limited
-
-
-def _within_limits(value: Any) -> Any:
-    if isinstance(value, (str, bytes, list, tuple)):
-        _check_size(len(value))
-    return value
-
-
-def _check_size(size: int) -> None:
-    if size > MAX_CHARS:
-        raise ValueError(f"it made a value of {size:,} characters or items, the most is {MAX_CHARS:,}")
 
 
 def _tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:

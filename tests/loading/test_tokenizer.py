@@ -237,6 +237,10 @@ LARGE = {
     "a power": "{{ 10 ** (10 ** 10) }}",
     "a power of a power": "{% set ns = namespace(x=7) %}{% for a in range(60) %}"
     "{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "values that are kept": "{% set ns = namespace(x=[]) %}{% for a in range(99999) %}"
+    "{% set ns.x = ns.x + ['x' * 9999999] %}{% endfor %}",
+    "a macro that writes": "{% macro f(x) %}{% for a in range(99999) %}{{ x }}{% endfor %}{% endmacro %}"
+    "{{ f('x' * 9999999) }}",
     "the template itself": "x" * (10**6 + 1),
 }
 

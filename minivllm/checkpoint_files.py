@@ -1,55 +1,38 @@
-"""The files of a checkpoint's folder: which of them hold the weights, and JSON of a size that can be meant.
+"""The files of a checkpoint's folder: which of them hold the weights.
 
 Standard library only: the planner counts the bytes of the files that the engine loads.
 """
 
 from __future__ import annotations
 
-import json
-import stat
 from pathlib import Path
-from typing import Any
 
-from minivllm.units import MB
+from minivllm.files import MAX_TABLE_BYTES, is_file, read_json
 
-MAX_CONFIG = 10 * MB  # of a config.json; the largest are some tens of kB
-MAX_JSON = 100 * MB  # of any other; DeepSeek-V3's index of tensors has 9 MB
 MIN_WEIGHTS = 10_000  # bytes of the smallest thing that can be a model's weights
+MAX_SHARDS = 10_000
 
 WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")  # in the order in which they are looked for
 
 
-def read_text(path: Path, most: int = MAX_JSON) -> str:
-    """The text of a regular file of at most `most` bytes.
-
-    Raises OSError if it cannot be opened, and ValueError if it is a device or a pipe, which may never end, is larger,
-    or is not UTF-8.
-    """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError(f"{path} is not a regular file")
-    with path.open("rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise ValueError(f"{path} has more than {most // MB} MB, which no such file has")
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
-
-
-def read_json(path: Path, most: int = MAX_JSON) -> dict[str, Any] | None:
-    """The object in a JSON file, or None if there is no such file. Raises ValueError if it holds anything else."""
-    if not path.is_file():
+def shards(index_file: Path) -> list[Path] | None:
+    """The files that an index names; None if there is no such index. ValueError if they are not there."""
+    index = read_json(index_file, MAX_TABLE_BYTES)
+    if index is None:
         return None
-    try:
-        value = json.loads(read_text(path, most))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}. Correct it, or get it again") from None
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply to be read. Correct it, or get it again") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a JSON {type(value).__name__}, not an object. Correct it, or get it again")
-    return value
+    weight_map = index.get("weight_map")
+    names = sorted({str(file) for file in weight_map.values()}) if isinstance(weight_map, dict) else []
+    if len(names) > MAX_SHARDS:
+        raise ValueError(f"{index_file} names {len(names):,} files, the most is {MAX_SHARDS:,}. Get it again")
+    folder = index_file.parent
+    missing = [name for name in names if Path(name).name != name or not is_file(folder / name)]
+    if missing or not names:
+        found = ", ".join(name[:100] for name in missing[:5]) or f"none at all ('weight_map' is {weight_map!r:.100})"
+        raise ValueError(
+            f"{index_file} names files that are not beside it: {found}; expected 'weight_map': {{tensor: file}} "
+            "with files of this folder. Download the missing files, or correct the index"
+        )
+    return [folder / name for name in names]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -58,22 +41,11 @@ def weight_files(folder: Path) -> list[Path]:
     Raises ValueError if there are none, or if the index names files that are not there.
     """
     for whole in WHOLE_FILES:
-        if (folder / whole).is_file():
+        if is_file(folder / whole):
             return [folder / whole]
-        index_file = folder / f"{whole}.index.json"
-        index = read_json(index_file)
-        if index is None:
-            continue
-        weight_map = index.get("weight_map")
-        names = sorted({str(file) for file in weight_map.values()}) if isinstance(weight_map, dict) else []
-        missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
-        if missing or not names:
-            found = ", ".join(missing[:5]) or f"none at all ('weight_map' is {weight_map!r:.100})"
-            raise ValueError(
-                f"{index_file} names files that are not beside it: {found}; expected 'weight_map': {{tensor: file}} "
-                "with files of this folder. Download the missing files, or correct the index"
-            )
-        return [folder / name for name in names]
+        found = shards(folder / f"{whole}.index.json")
+        if found is not None:
+            return found
     raise ValueError(
         f"{folder} has no weights: expected model.safetensors or pytorch_model.bin, or shards with their index "
         "(model.safetensors.index.json)"

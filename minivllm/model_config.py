@@ -51,7 +51,17 @@ class RopeConfig:
                 continue
             smallest = 1e-9 if name in ("theta", "factor") else 0
             if not is_finite(value) or value < smallest:
-                raise ValueError(f"rope {name} {value!r} is not a positive number")
+                raise ValueError(f"rope {name} {value!r:.100} is not a positive number")
+        if self.factor > 1e9:
+            raise ValueError(f"rope factor {self.factor!r} is more than 1e9")
+        # Frequencies are logarithms to the base theta, of numbers with these two below.
+        if self.type == "yarn" and (
+            self.theta <= 1 or not 1e-9 <= self.beta_slow <= 1e9 or not 1e-9 <= self.beta_fast <= 1e9
+        ):
+            raise ValueError(
+                f"rope type 'yarn' needs a theta above 1 ({self.theta!r}), and a beta_fast ({self.beta_fast!r}) and "
+                f"beta_slow ({self.beta_slow!r}) from 1e-9 to 1e9"
+            )
 
 
 SUPPORTED_MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
@@ -222,14 +232,24 @@ class GenerationConfig:
 
     @classmethod
     def from_hf(
-        cls, generation_config: dict[str, Any], *eos_token_ids: int, vocab_size: int = LARGEST
+        cls,
+        generation_config: dict[str, Any],
+        config_eos: tuple[int, ...] = (),
+        tokenizer_eos: int | None = None,
+        vocab_size: int = LARGEST,
     ) -> GenerationConfig:
-        """Read a generation_config.json ({} if there is none); `eos_token_ids` follow its own, without repeats.
+        """Read a generation_config.json ({} if there is none).
+
+        The end tokens are, as in vLLM and transformers, those of the generation_config.json where it has any, else
+        config.json's (`config_eos`), and the tokenizer's own. That comes first: it is the one that ends a request
+        without a stop_reason. (A tokenizer may know tokens beyond the vocabulary, which the model never generates.)
 
         Raises ValueError, naming the key, for an end token outside the vocabulary, and for values that `SamplingParams`
         refuses.
         """
-        eos = _token_ids(generation_config, "eos_token_id", vocab_size) + eos_token_ids
+        eos = _token_ids(generation_config, "eos_token_id", vocab_size) or config_eos
+        if tokenizer_eos is not None and tokenizer_eos < vocab_size:
+            eos = (tokenizer_eos, *eos)
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         values = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
         SamplingParams(**values)
@@ -319,7 +339,9 @@ def _read_rope(config: dict[str, Any], max_position_embeddings: int) -> RopeConf
     factor, rope_type = rope.get("factor"), rope.get("rope_type") or rope.get("type")
     if factor is not None and rope_type is None:
         raise ValueError(f"rope_parameters (or rope_scaling) has a factor but no rope_type: {rope}")
-    plain = RopeConfig(theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0, type=rope_type or "default")
+    thetas = (rope.get("rope_theta"), config.get("rope_theta"), 10000.0)
+    theta = next(theta for theta in thetas if theta is not None)
+    plain = RopeConfig(theta=theta, type=rope_type or "default")
     if plain.type == "default":
         return plain
 

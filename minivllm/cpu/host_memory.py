@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import os
 from collections.abc import Sequence
 
 import torch
@@ -35,3 +36,13 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     with contextlib.suppress(AttributeError, OSError):  # another system, or a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of memory that the device has; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return None

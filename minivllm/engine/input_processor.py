@@ -117,7 +117,7 @@ class InputProcessor:
             text = token_ids
             if self.tokenizer is None:
                 raise ValueError("this model has no tokenizer, so a prompt must be token ids, not text.")
-            token_ids = self.tokenizer.encode(text)
+            token_ids = self.tokenizer.encode(text, max_tokens=self.max_model_len)
         if isinstance(token_ids, (bytes, bytearray, Set, Mapping)) or not isinstance(token_ids, Iterable):
             raise _no_prompt(prompt)
         try:

@@ -101,6 +101,11 @@ class LLM:
             self.llm_engine.take(request_ids)
             self._own.difference_update(request_ids)
 
+    def _encode(self, text: str) -> list[int]:
+        """A rendered chat: its template has written the special tokens already."""
+        longest = self.scheduler_config.max_model_len
+        return self.tokenizer.encode(text, add_special_tokens=False, max_tokens=longest)
+
     def _new_id(self) -> str:
         """The next number that no request of the engine has as its id."""
         while self.llm_engine.has_request(request_id := str(self._next_id)):
@@ -142,11 +147,7 @@ class LLM:
             raise ValueError("this model has no tokenizer, so it cannot chat; use generate with token ids.")
         conversations = _read_conversations(messages)
         texts = [self.tokenizer.apply_chat_template(c, add_generation_prompt) for c in conversations]
-        # The template has written the special tokens; adding them again would double the first.
-        prompts = [
-            {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
-            for text in texts
-        ]
+        prompts = [{"prompt": text, "prompt_token_ids": self._encode(text)} for text in texts]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
 

@@ -17,7 +17,8 @@ from minivllm.executor.base import PositionLogprobs
 from minivllm.request import Request, RequestStatus
 
 if TYPE_CHECKING:
-    from minivllm.loading.tokenizer import IncrementalDetokenizer, Tokenizer
+    from minivllm.loading.detokenizer import IncrementalDetokenizer
+    from minivllm.loading.tokenizer import Tokenizer
 
 
 # When `step` returns an output for a request: after every token, once at the end, or never: "taken" keeps the last one
@@ -102,7 +103,7 @@ class RequestState:
     def _new_detokenizer(self) -> IncrementalDetokenizer | None:
         if self._tokenizer is None:
             return None
-        from minivllm.loading.tokenizer import IncrementalDetokenizer
+        from minivllm.loading.detokenizer import IncrementalDetokenizer
 
         prompt = self.request.all_token_ids[: self.request.num_prompt_tokens]
         return IncrementalDetokenizer(self._tokenizer, prompt, self.request.sampling_params.skip_special_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from minivllm.config import CacheConfig
-from minivllm.loading.weights import total_memory
+from minivllm.cpu.host_memory import total_memory
 from minivllm.model_config import ModelConfig
 from minivllm.models.layers import causal_attend
 from minivllm.theory import sizing

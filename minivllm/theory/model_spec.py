@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minivllm.checkpoint_files import MAX_CONFIG, read_text
 from minivllm.checks import require_int
+from minivllm.files import read_text
 from minivllm.theory.dtypes import DTYPES
 from minivllm.theory.dtypes import full_dtype as full_dtype
 from minivllm.theory.quantity import Quantity
@@ -152,7 +152,7 @@ class ModelSpec:
         path = Path(path)
         try:
             path = path / "config.json" if path.is_dir() else path
-            text = read_text(path, MAX_CONFIG)
+            text = read_text(path)
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from None
         try:

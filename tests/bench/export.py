@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 from safetensors.torch import save_file
 
-from minivllm.loading.weights import LoadedModel, checkpoint_tensors
+from minivllm.loading.weights import LoadedModel
 from minivllm.model_config import ModelConfig
 
 
@@ -50,7 +50,7 @@ def write_hf(loaded: LoadedModel, folder: Path) -> Path:
     """config.json and model.safetensors in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config(loaded.config)))
-    tensors = {name: tensor.contiguous() for name, tensor in checkpoint_tensors(loaded.model).items()}
+    tensors = {name: tensor.contiguous() for name, tensor in dict(loaded.model.named_parameters()).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

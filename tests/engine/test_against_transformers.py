@@ -9,7 +9,7 @@ from helpers.checkpoints import GPT2, LLAMA, VOCAB, build, expected_logits, rope
 from helpers.engines import LogitsRecorder, make_engine, run_to_the_end
 
 from minivllm import LLM
-from minivllm.loading.weights import checkpoint_tensors, load_model
+from minivllm.loading.weights import load_model
 from minivllm.sampling_params import SamplingParams
 
 CONFIGS = {
@@ -127,7 +127,7 @@ def transformers_copy(llm: LLM) -> torch.nn.Module:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     model.to_empty(device="cpu")
-    tensors = checkpoint_tensors(load_model("smollm2-135m").model)  # the engine's own are packed
+    tensors = dict(load_model("smollm2-135m").model.named_parameters())  # the engine's own are packed
     model.load_state_dict(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, strict=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are no weights, so meta lost them
     model.tie_weights()

@@ -1,10 +1,14 @@
 """Every layout in which a checkpoint comes, and every way in which it can be wrong."""
 
 import json
+import os
 import pickle
 import re
+import shlex
 import shutil
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,28 +76,6 @@ def test_sharded_safetensors(name, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     check(tmp_path, expected_logits(model, token_ids()))
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_bin(name, zipped, checkpoint):
-    """.bin files, in torch's zip format and in the one from before PyTorch 1.6; tied tensors are in there twice."""
-    folder, logits = checkpoint(name)
-    (folder / "model.safetensors").unlink()
-    state = build(CONFIGS[name]).state_dict()
-    torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    check(folder, logits)
-
-
-def test_sharded_bin(checkpoint):
-    folder, logits = checkpoint("llama")
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    weight_map = {name: f"pytorch_model-0000{1 + i % 2}-of-00002.bin" for i, name in enumerate(tensors)}
-    for file in set(weight_map.values()):
-        torch.save({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    check(folder, logits)
 
 
 @pytest.mark.parametrize("prefix", ["", "transformer."])
@@ -277,7 +259,7 @@ def test_hub_without_network(monkeypatch, tmp_path):
 
 
 def test_hub_download(saved, monkeypatch, tmp_path):
-    """Weights come as safetensors where the repository has them, and as .bin only where it has not."""
+    """Weights come as safetensors; of a repository that has none, nothing is downloaded but configs."""
     import huggingface_hub
 
     asked = []
@@ -294,7 +276,11 @@ def test_hub_download(saved, monkeypatch, tmp_path):
     (folder := tmp_path / "bin").mkdir()
     monkeypatch.setitem(saved, "gpt2", (folder, None))
     refused("gpt2", "has no config")
-    assert asked[1:] == [("gpt2", ["pytorch_model*.bin"])]
+    (folder / "config.json").write_text("{}")
+    refused(
+        "openai/gpt2", "bin has no weights: .* are not opened here; .* converts them: python -c .* openai/gpt2 gpt2$"
+    )
+    assert [patterns for _, patterns in asked] == [["*.json", "*.jinja", "model*.safetensors"]] * 2
 
 
 def test_damaged_json(checkpoint):
@@ -395,7 +381,7 @@ def test_unknown_activation(checkpoint):
 def test_no_weights(checkpoint):
     folder, _ = checkpoint("llama")
     (folder / "model.safetensors").unlink()
-    refused(folder, "has no weights: expected model.safetensors or pytorch_model.bin")
+    refused(folder, "has no weights: expected model.safetensors, or shards with their index")
 
 
 @pytest.mark.parametrize("cut", [5, 200, -8])
@@ -404,19 +390,6 @@ def test_damaged_safetensors(cut, checkpoint):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:cut])
     refused(folder, r"model\.safetensors is damaged or not a safetensors file")
-
-
-def test_damaged_bin(checkpoint):
-    folder, _ = checkpoint("llama")
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    path = folder / "pytorch_model.bin"
-    path.write_bytes(path.read_bytes()[:-1000])
-    refused(folder, r"pytorch_model\.bin is damaged, or holds more than plain tensors")
-    torch.save([1, 2], path)
-    refused(folder, r"pytorch_model\.bin holds a list, not tensors by name")
-    torch.save({"epoch": 3}, path)
-    refused(folder, r"pytorch_model\.bin: 'epoch' is of type int, not a plain tensor")
 
 
 class Payload:
@@ -428,38 +401,44 @@ class Payload:
 
 
 @pytest.mark.parametrize("plain_pickle", [True, False])
-def test_code_in_a_bin_is_not_run(plain_pickle, checkpoint, tmp_path):
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "shard of an index", "model.safetensors"])
+def test_no_pickle_is_ever_opened(name, plain_pickle, checkpoint, tmp_path, monkeypatch):
     folder, _ = checkpoint("llama")
     (folder / "model.safetensors").unlink()
-    marker, path = tmp_path / "it-ran", folder / "pytorch_model.bin"
+    file = "model-1.bin" if name == "shard of an index" else name
+    if name == "shard of an index":
+        index = {"weight_map": {"model.norm.weight": file}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    marker, path = tmp_path / "it-ran", folder / file
     if plain_pickle:
         path.write_bytes(pickle.dumps({"x": Payload(str(marker))}, protocol=2))
     else:
         torch.save({"x": Payload(str(marker))}, path)
-    message = (
-        r"pytorch_model\.bin is damaged, or holds more than plain tensors and was refused, .* use model.safetensors$"
-    )
-    with pytest.raises(ValueError, match=message) as error:
-        load_model(folder)
-    assert "weights_only" not in str(error.value)  # torch's own text says how to run it
+
+    def opened(*args, **kwargs):
+        raise AssertionError("a pickle was opened")
+
+    for module, function in ((torch, "load"), (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler")):
+        monkeypatch.setattr(module, function, opened)
+    refused(folder, "pickles, which can run code" if file == "pytorch_model.bin" else "damaged or not a safetensors")
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(
-    "state, message",
-    [
-        ({3: torch.ones(2)}, "3 is a int, not a name"),
-        ({"x": torch.eye(3).to_sparse()}, "'x' is torch.sparse_coo of torch.float32, not a plain tensor"),
-        ({"x": torch.ones(3, device="meta")}, "'x' is on the meta device, without data, not a plain tensor"),
-        ({"x": [1, 2]}, "'x' is of type list, not a plain tensor"),
-    ],
-    ids=["int key", "sparse", "meta", "list"],
-)
-def test_a_bin_of_other_things(state, message, checkpoint):
-    folder, _ = checkpoint("llama")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_command_that_converts_a_pickle(name, checkpoint):
+    """The error for a folder with a pytorch_model.bin gives a command that makes the folder loadable."""
+    folder, logits = checkpoint(name)
+    folder = folder.rename(folder.with_name("with 'quotes' and spaces"))
     (folder / "model.safetensors").unlink()
-    torch.save(state, folder / "pytorch_model.bin")
-    refused(folder, rf"pytorch_model\.bin: {message}\. Save the model's state_dict\(\)")
+    torch.save(build(CONFIGS[name]).state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"has no weights: .* pickles, .* converts them: python -c ") as error:
+        load_model(folder)
+    python, option, code, *arguments = shlex.split(str(error.value).partition("converts them: ")[2])
+    assert (python, option) == ("python", "-c")
+    with pytest.MonkeyPatch.context() as patch:  # in this process, where transformers is imported already
+        patch.setattr(sys, "argv", ["-c", *arguments])
+        exec(code, {})
+    check(folder, logits)
 
 
 def test_index_that_names_missing_or_outside_files(checkpoint):
@@ -527,6 +506,192 @@ def test_tied_head_that_differs(checkpoint):
     refused(folder, "lm_head.weight differs from the token embedding, though tie_word_embeddings says they are one")
     edit_config(folder, tie_word_embeddings=False)
     load_model(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_not_finite(value, dtype, checkpoint):
+    folder, _ = checkpoint("llama")
+
+    def spoil(tensors):
+        for name in tensors:
+            tensors[name] = tensors[name].to(dtype)
+        tensors["model.layers.1.mlp.down_proj.weight"][40, 70] = value
+
+    rewrite(folder, spoil)
+    refused(
+        folder, r"^model\.layers\.1\.mlp\.down_proj\.weight in model\.safetensors holds NaN or infinite values\. Down"
+    )
+
+
+def test_large_weights_are_no_infinite_ones(checkpoint):
+    """Their sum is infinite, they are not; float16 does not hold them."""
+    folder, _ = checkpoint("llama")
+    rewrite(folder, lambda tensors: tensors["model.norm.weight"].fill_(3e38))
+    load_model(folder)
+    refused(
+        folder, r"model\.norm\.weight in model\.safetensors has values beyond float16: load float32", dtype="float16"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64, torch.uint8, torch.bool])
+def test_other_dtypes_of_weights(dtype, checkpoint):
+    folder, _ = checkpoint("llama")
+    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(48).to(dtype)}))
+    name = str(dtype).removeprefix("torch.")
+    refused(
+        folder, rf"{name} of shape \[48\], expected float32, bfloat16 or float16 \(quantised .* float64: save it as"
+    )
+
+
+def test_a_model_without_room_for_an_answer(checkpoint):
+    folder, _ = checkpoint("gpt2")
+    edit_config(folder, n_positions=1)
+    refused(folder, rf"^{folder}/config\.json: the longest sequence is 1 tokens, .*; a prompt and its first .* need 2")
+    refused(ModelConfig("gpt2", 50, 32, 2, 4, 4, 8, 64, 1, "gelu", 1e-6, True), "the longest sequence is 1 tokens")
+    folder, _ = checkpoint("llama")
+    edit_config(folder, sliding_window=1)
+    refused(folder, "the longest sequence is 1 tokens")
+
+
+def test_end_tokens(checkpoint):
+    """generation_config.json's where it has any, else config.json's; the tokenizer's own first."""
+    folder, _ = checkpoint("llama")
+    tokenizer = byte_level()
+    tokenizer._backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer._backend.id_to_token(7)}))
+    generation_config = folder / "generation_config.json"
+    for text, expected in (
+        (None, (7, 5)),
+        ("{}", (7, 5)),
+        ('{"eos_token_id": null}', (7, 5)),
+        ('{"eos_token_id": []}', (7, 5)),
+        ('{"eos_token_id": 9}', (7, 9)),
+        ('{"eos_token_id": [9, 7, 8]}', (7, 9, 8)),
+    ):
+        edit_config(folder, eos_token_id=5)
+        generation_config.unlink(missing_ok=True)
+        if text is not None:
+            generation_config.write_text(text)
+        assert load_model(folder).generation_config.eos_token_ids == expected, text
+    (folder / "tokenizer.json").unlink()
+    assert load_model(folder).generation_config.eos_token_ids == (9, 7, 8)
+
+
+# --- Files that are more, or something else, than a file of a model --------------------------------------------------
+
+
+def test_files_beyond_their_limit(checkpoint):
+    folder, _ = checkpoint("llama")
+    for name, size, limit in (
+        ("tokenizer.json", 100 * 10**6 + 1, 100),
+        ("tokenizer_config.json", 10**7 + 1, 10),
+        ("generation_config.json", 10**7 + 1, 10),
+        ("config.json", 10**7 + 1, 10),
+    ):
+        byte_level()._backend.save(str(folder / "tokenizer.json"))
+        kept = (folder / name).read_bytes() if (folder / name).exists() else None
+        with (folder / name).open("wb") as file:
+            file.truncate(size)  # takes no disk
+        refused(
+            folder, rf"^{folder}/{name} is larger than {limit} MB, the most that is read of such a file\. Correct it"
+        )
+        (folder / name).unlink() if kept is None else (folder / name).write_bytes(kept)
+    (folder / "model.safetensors").unlink()
+    with (folder / "model.safetensors.index.json").open("wb") as file:
+        file.truncate(100 * 10**6 + 1)
+    refused(folder, r"index\.json is larger than 100 MB")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "/proc/self/mem"])
+def test_files_that_are_no_files(kind, name, checkpoint):
+    """Nothing is read without end, and nothing but a ValueError comes out. A file that is optional may be missing."""
+    folder, logits = checkpoint("llama")
+    path = folder / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else kind)
+    if kind != "/proc/self/mem" and name in ("generation_config.json", "tokenizer.json"):
+        check(folder, logits)
+    else:
+        refused(folder, f"{folder}(/{re.escape(name)}| has no (config.json|weights))")
+
+
+@pytest.mark.parametrize(
+    "shard", ["x" * 5000, "a\0b", "\ud800", "e\x1b[31mvil", "../" * 2000, "."], ids=lambda shard: ascii(shard[:9])
+)
+def test_names_of_shards_that_no_file_has(shard, checkpoint):
+    folder, _ = checkpoint("llama")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
+    with pytest.raises(ValueError, match="names files that are not beside it") as error:
+        load_model(folder)
+    assert str(error.value).isprintable() and len(str(error.value)) < 1000
+    str(error.value).encode()
+
+
+def test_far_too_many_shards(checkpoint):
+    folder, _ = checkpoint("llama")
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {str(i): f"{i}.safetensors" for i in range(300_000)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    start = time.process_time()
+    refused(folder, r"index\.json names 300,000 files, the most is 10,000\. Get it again")
+    assert time.process_time() - start < 5
+
+
+def test_messages_can_be_printed(checkpoint):
+    """Names that come from files do not reach a terminal as they are."""
+    folder, _ = checkpoint("llama")
+    evil = "\x1b[2J\u202e\n\x07"
+    rewrite(folder, lambda tensors: tensors.update({evil: torch.ones(1)}))
+    for spoil, message in (
+        (lambda: None, r"1 unexpected: \\x1b\[2J\\u202e\\n\\x07$"),
+        (lambda: edit_config(folder, model_type=evil), r"\\x1b\[2J"),
+        (lambda: edit_config(folder, model_type="llama", layer_types=[evil]), r"\\x1b\[2J"),
+        (lambda: edit_config(folder, layer_types=["\ud800"]), r"\\ud800"),
+        (lambda: folder.rename(folder.parent / evil), r"\\x1b\[2J"),
+    ):
+        spoil()
+        with pytest.raises(ValueError, match=message) as error:
+            load_model(folder if folder.exists() else folder.parent / evil)
+        assert str(error.value).isprintable()
+
+
+def test_a_number_of_5000_digits_names_its_file(checkpoint):
+    folder, _ = checkpoint("llama")
+    for name in ("generation_config.json", "config.json"):
+        (folder / name).write_text('{"vocab_size": %s}' % ("9" * 5000))
+        refused(folder, rf"^{folder}/{name} holds a number of more than 4,300 digits\. Correct it, or get it again")
+
+
+def test_a_name_as_a_path_and_names_misspelt(monkeypatch, tmp_path):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    assert load_model(Path("tiny")).name == "tiny"
+
+    def unreachable(hub_id, **options):
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    for name in ("tyni", "Tyni"):
+        refused(name, r"the hub cannot be reached\. Did you mean 'tiny'\?")
+    with pytest.raises(ValueError) as error:
+        load_model("gpt2")
+    assert "Did you mean" not in str(error.value)
+    # A local folder wins over the hub, and over `tiny` only as a Path.
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "gpt2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    refused("gpt2", "gpt2 has no config.json")
+    refused(Path("tiny"), "tiny has no config.json")
+    load_model("tiny")
 
 
 def test_biases_that_the_config_does_not_promise(checkpoint):

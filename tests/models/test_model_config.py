@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from minivllm.model_config import GenerationConfig, ModelConfig, RopeConfig
+from minivllm.models.layers import rope_frequencies
 
 LLAMA = dict(
     model_type="llama",
@@ -301,6 +302,50 @@ def test_sliding_window_limits_max_model_len():
 
 def test_generation_config():
     values = dict(eos_token_id=[7, 8], temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05, do_sample=True)
-    config = GenerationConfig.from_hf(values, 8, 9, 7)
-    assert config == GenerationConfig((7, 8, 9), 0.7, 20, 0.8, None, 1.05, None)
+    config = GenerationConfig.from_hf(values, (3,), 9)
+    assert config == GenerationConfig((9, 7, 8), 0.7, 20, 0.8, None, 1.05, None)
     assert GenerationConfig.from_hf({}) == GenerationConfig()
+
+
+def test_which_end_tokens_count():
+    def eos(values, *others, **options):
+        return GenerationConfig.from_hf(values, *others, **options).eos_token_ids
+
+    assert eos({"eos_token_id": 7}, (3, 4)) == (7,)  # config.json's only where generation_config.json has none
+    assert eos({}, (3, 4)) == eos({"eos_token_id": None}, (3, 4)) == eos({"eos_token_id": []}, (3, 4)) == (3, 4)
+    assert eos({"eos_token_id": [7, 8]}, (3,), 8) == (8, 7)  # the tokenizer's is the first
+    assert eos({}, (3, 4), 4) == (4, 3) and eos({}, (), 0) == (0,)
+    assert eos({}, (3,), 50, vocab_size=50) == (3,)
+
+
+@pytest.mark.parametrize("theta", [0, 0.0, -1])
+def test_a_theta_of_0_is_not_the_default(theta):
+    for where in (
+        {"rope_theta": theta},
+        {"rope_theta": 5e5, "rope_parameters": {"rope_theta": theta}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": theta}},
+    ):
+        with pytest.raises(ValueError, match=f"rope theta {theta} is not a positive number"):
+            read(LLAMA, **where)
+    assert read(LLAMA, rope_theta=None).rope.theta == 10000.0
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
+@pytest.mark.parametrize(
+    "key", ["rope_theta", "factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale"]
+)
+def test_extreme_rope_values_are_refused_or_give_frequencies(key, rope_type):
+    """Nothing but a ValueError, and no NaN."""
+    plain = dict(rope_theta=1e4, factor=2.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    for value in (0, 1e-320, 1e-9, 1, 1.0000000000000002, 1e9, 1e300, 1.7e308, 10**400):
+        try:
+            config = read(LLAMA, rope_parameters={"rope_type": rope_type, **plain, key: value})
+        except ValueError as error:
+            assert "rope" in str(error)
+            continue
+        assert config.max_model_len >= 0  # a model without room is refused when it is loaded
+        frequencies, factor = rope_frequencies(config.rope, config.head_dim)
+        if key not in ("low_freq_factor", "high_freq_factor"):
+            assert not frequencies.isnan().any() and factor > 0
+    with pytest.raises(ValueError, match=r"'yarn' needs a theta above 1 \(1\), and a beta_fast"):
+        read(LLAMA, rope_theta=1, rope_scaling={"rope_type": "yarn", "factor": 2.0})

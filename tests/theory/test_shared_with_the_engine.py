@@ -6,9 +6,10 @@ import os
 import pytest
 import torch
 
-from minivllm.checkpoint_files import checkpoint_bytes, read_json, weight_files
+from minivllm.checkpoint_files import checkpoint_bytes, weight_files
 from minivllm.config import CacheConfig
 from minivllm.executor import memory
+from minivllm.files import read_json
 from minivllm.model_config import ModelConfig, RopeConfig
 from minivllm.theory import list_models, sizing
 from minivllm.theory.dtypes import DTYPES, KV_DTYPES, WEIGHT_BITS

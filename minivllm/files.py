@@ -49,7 +49,8 @@ def is_file(path: Path) -> bool:
 def read_bytes(path: Path, limit: int) -> bytes:
     """A whole file of at most `limit` bytes. Raises ValueError, with the path, if it cannot be read or is larger."""
     if not is_file(path):
-        raise ValueError(f"{path} is not a regular file")
+        why = "is not a regular file" if path.exists() else "cannot be read: No such file or directory"
+        raise ValueError(f"{path} {why}")
     try:
         with path.open("rb") as file:
             # Not by its stated size, which is 0 for what /proc shows, and may change.

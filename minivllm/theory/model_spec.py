@@ -150,11 +150,8 @@ class ModelSpec:
     def from_file(cls, path: str | Path) -> ModelSpec:
         """Read a config.json, or the one in a folder. ValueError if it cannot be read or lacks a size."""
         path = Path(path)
-        try:
-            path = path / "config.json" if path.is_dir() else path
-            text = read_text(path)
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+        path = path / "config.json" if path.is_dir() else path
+        text = read_text(path)
         try:
             config = json.loads(text)
         except (ValueError, RecursionError) as error:

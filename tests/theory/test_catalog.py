@@ -293,12 +293,12 @@ class TestFromConfig:
         for path, message in (
             ("/dev/zero", "/dev/zero is not a regular file"),
             (pipe, "pipe is not a regular file"),
-            (huge, "huge.json has more than 10 MB, which no such file has"),
+            (huge, "huge.json is larger than 10 MB, the most that is read of such a file. Correct it, or get it again"),
         ):
             with pytest.raises(ValueError, match=f"{message}$"):
                 ModelSpec.from_file(path)
         (tmp_path / "text.json").write_bytes(b"\xff")
-        with pytest.raises(ValueError, match="is not UTF-8 text"):
+        with pytest.raises(ValueError, match="cannot be read as UTF-8 text"):
             ModelSpec.from_file(tmp_path / "text.json")
 
     def test_tiny(self):

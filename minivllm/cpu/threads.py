@@ -30,3 +30,16 @@ def limit_spinning() -> bool:
         return False
     os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
     return True
+
+
+def one_thread_after_fork() -> None:
+    """In a forked child the threads of the parent's OpenMP do not exist, and work that is shared among them would wait
+    for ever: so a child has one thread. Called once, when torch is there."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_use_one_thread)
+
+
+def _use_one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)

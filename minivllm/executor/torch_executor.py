@@ -12,11 +12,14 @@ from torch import Tensor
 
 from minivllm.attention import AttentionBackend, AttentionMetadata, KVCache
 from minivllm.core.scheduler_output import SchedulerOutput
+from minivllm.cpu.threads import one_thread_after_fork
 from minivllm.executor.base import ModelOutput, PositionLogprobs
 from minivllm.executor.sampler import sample, top_logprobs
 from minivllm.models.causal_lm import CausalLM
 from minivllm.sampling_params import SamplingParams
 from minivllm.units import cdiv
+
+one_thread_after_fork()
 
 # Rows of logits that are in memory at once when a whole prompt's are wanted: 256 x 50,000 x 4 bytes = 51 MB.
 LOGITS_CHUNK = 256

@@ -33,10 +33,10 @@ def require_bool(name: str, value: object) -> None:
         raise ValueError(f"{name} must be True or False, got {value!r}.")
 
 
-def check_seed(value: object) -> None:
+def check_seed(value: object, kind: str = "a whole number") -> None:
     """Raise ValueError unless `value` is a whole number of at most 64 bits. (Of thousands of digits, it could not even
     be printed.)"""
     if not is_whole(value):
-        raise ValueError(f"seed must be a whole number, got {value!r}.")
+        raise ValueError(f"seed must be {kind}, got {value!r}.")
     if abs(value) >= 2**64:
         raise ValueError(f"seed must be a whole number of at most 64 bits, got one of {int(value).bit_length()} bits.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
 
+    _checked = None  # the fields as they were when they were checked
+
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else _as_list("stop", self.stop)
         self.stop_token_ids = _as_list("stop_token_ids", self.stop_token_ids)
@@ -61,6 +64,7 @@ class SamplingParams:
             self.temperature = 0.0
         elif GREEDY_BELOW <= self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
+        self._checked = {**copy.deepcopy(vars(self)), "_checked": None}
 
     @property
     def is_greedy(self) -> bool:
@@ -71,7 +75,10 @@ class SamplingParams:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     def check(self) -> None:
-        """Raise ValueError if a value cannot be meant. Runs on construction, and again when a request is added."""
+        """Raise ValueError if a value cannot be meant. Runs on construction, and again when a request is added, in case
+        that somebody has changed a field meanwhile."""
+        if self._checked is not None and {**vars(self), "_checked": None} == self._checked:
+            return
         for name in ("stop", "stop_token_ids"):  # lists since the construction, unless somebody has changed them
             if not isinstance(getattr(self, name), list):
                 raise ValueError(f"{name} must be a list, got {getattr(self, name)!r}.")
@@ -85,7 +92,7 @@ class SamplingParams:
         if self.n > MAX_N:
             raise ValueError(f"n must be at most {MAX_N:,}, got {self.n:,}.")
         if self.seed is not None:
-            check_seed(self.seed)
+            check_seed(self.seed, "a whole number or None")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             require_bool(name, getattr(self, name))
 
@@ -113,6 +120,12 @@ class SamplingParams:
                 raise ValueError(
                     f"logit_bias of token {token_id} must be a finite number within ±{MAX_BIAS:,.0f}, got {bias!r}."
                 )
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        """These, for one of the `n` sequences."""
+        child = copy.copy(self)
+        child.n, child.seed = 1, seed
+        return child
 
 
 def _as_list(name: str, values: object) -> list:

@@ -7,6 +7,7 @@ would cost more than the attention. See `paged_decode` for how it goes without.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,10 @@ class FastBackend(AttentionBackend):
     def __init__(self, in_place: bool = True) -> None:
         self.in_place = in_place
 
-    def plan(self, metadata: AttentionMetadata, num_heads: int, cache: LayerKVCache) -> _Plan | PagedFlash:
+    def plan(
+        self, metadata: AttentionMetadata, num_heads: int, cache: LayerKVCache
+    ) -> Callable[[Tensor, LayerKVCache], Tensor]:
+        """The attention of the step itself, for any layer: (query [T, H, D], cache) -> [T, H, D]."""
         if PagedFlash.can_run(cache):
             return PagedFlash(metadata)
         starts, seq_lens = metadata.query_start_loc, metadata.seq_lens
@@ -38,35 +42,35 @@ class FastBackend(AttentionBackend):
             else:
                 chunks.append(_PrefillChunk(start, end, seq_len, metadata.block_tables[r], cache.block_size))
         if not decodes:
-            return _Plan(chunks, None, None)
+            return chunks[0] if len(chunks) == 1 else _Mixed(chunks, None, None)
         tables, lens, rows = metadata.block_tables, seq_lens, None
         if chunks:
             tables, lens = tables[decodes], [seq_lens[r] for r in decodes]
             rows = torch.tensor([starts[r] for r in decodes], device=tables.device)
         if self.in_place and paged_decode.can_run(cache):
-            return _Plan(chunks, rows, paged_decode.Decode(tables, lens, num_heads, cache))
-        return _Plan(chunks, rows, _GatheredDecode(tables, lens, cache.block_size))
+            decode = paged_decode.Decode(tables, lens, num_heads, cache)
+        else:
+            decode = _GatheredDecode(tables, lens, cache.block_size)
+        return _Mixed(chunks, rows, decode) if chunks else decode
 
-    def forward(self, query: Tensor, cache: LayerKVCache, plan: _Plan | PagedFlash) -> Tensor:
-        return plan.attend(query, cache)
+    def forward(self, query: Tensor, cache: LayerKVCache, plan: Callable[[Tensor, LayerKVCache], Tensor]) -> Tensor:
+        return plan(query, cache)
 
 
 @dataclass
-class _Plan:
-    """What all layers of a step share."""
+class _Mixed:
+    """Prefill chunks, each by itself, beside the decodes."""
 
     chunks: list[_PrefillChunk]
-    decode_rows: Tensor | None  # rows of the batch, where it is not the whole batch
+    decode_rows: Tensor | None  # rows of the batch
     decode: paged_decode.Decode | _GatheredDecode | None
 
-    def attend(self, query: Tensor, cache: LayerKVCache) -> Tensor:
-        if not self.chunks:
-            return self.decode(query, cache)
+    def __call__(self, query: Tensor, cache: LayerKVCache) -> Tensor:
         output = torch.empty_like(query)
         if self.decode_rows is not None:
             output[self.decode_rows] = self.decode(query[self.decode_rows], cache)
         for chunk in self.chunks:
-            output[chunk.start : chunk.end] = chunk.attend(query[chunk.start : chunk.end], cache)
+            output[chunk.start : chunk.end] = chunk(query[chunk.start : chunk.end], cache)
         return output
 
 
@@ -82,15 +86,13 @@ class _PrefillChunk:
             mask = torch.ones(end - start, seq_len, dtype=torch.bool, device=block_table.device)
             self.mask = mask.tril(diagonal=seq_len - (end - start))
 
-    def attend(self, query: Tensor, cache: LayerKVCache) -> Tensor:
+    def __call__(self, query: Tensor, cache: LayerKVCache) -> Tensor:
         """[q, H, D] -> [q, H, D]."""
-        keys, values = (
-            x.to(query.dtype).transpose(0, 1)[None] for x in cache.read(self.table, self.seq_len)
-        )  # [1, H_kv, L, D]
+        keys, values = cache.read(self.table, self.seq_len)  # [L, H_kv, D]
         out = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
-            keys,
-            values,
+            keys.to(query.dtype).transpose(0, 1)[None],
+            values.to(query.dtype).transpose(0, 1)[None],
             attn_mask=self.mask,
             is_causal=self.mask is None,
             enable_gqa=query.shape[1] != cache.num_kv_heads,

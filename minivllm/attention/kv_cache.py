@@ -26,16 +26,9 @@ class LayerKVCache:
 
     def __init__(self, pages: Tensor) -> None:
         self.pages = pages
+        self.dtype, self.device = pages.dtype, pages.device
         self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim = pages.shape[1:]
         self._keys, self._values = pages.flatten(1, 2).unbind(0)  # views, [num_blocks * block_size, H_kv, D]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.pages.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.pages.device
 
     def write(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Store a step's keys and values [T, H_kv, D] at their slots [T].
@@ -47,7 +40,7 @@ class LayerKVCache:
 
     def read(self, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """K and V of the first `num_tokens` tokens that lie in `block_ids` [n], copied: each [num_tokens, H_kv, D]."""
-        keys, values = (pages.index_select(0, block_ids).flatten(0, 1)[:num_tokens] for pages in self.pages)
+        keys, values = self.pages.index_select(1, block_ids).flatten(1, 2)[:, :num_tokens]
         return keys, values
 
     def read_block(self, block_id: int, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -57,7 +50,7 @@ class LayerKVCache:
 
     def read_tables(self, block_tables: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of several requests side by side, copied: [R, n] -> each [R, n * block_size, H_kv, D]."""
-        keys, values = (pages[block_tables].flatten(1, 2) for pages in self.pages)
+        keys, values = self.pages[:, block_tables].flatten(2, 3)
         return keys, values
 
 

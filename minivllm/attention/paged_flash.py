@@ -27,7 +27,7 @@ class PagedFlash:
         self.max_q = max(end - start for start, end in itertools.pairwise(starts))
         self.max_k = max(metadata.seq_lens)
 
-    def attend(self, query: Tensor, cache: LayerKVCache) -> Tensor:
+    def __call__(self, query: Tensor, cache: LayerKVCache) -> Tensor:
         """[T, H, D] -> [T, H, D]."""
         from torch.nn.attention.varlen import varlen_attn
 
@@ -63,7 +63,7 @@ def _trial(block_size: int, head_dim: int, dtype: torch.dtype) -> bool:
         lens = [block_size + 1, min(2, block_size)]
         metadata = AttentionMetadata(torch.empty(0, device="cuda"), tables, [0, 1, 1 + lens[1]], lens)
         query = torch.zeros(1 + lens[1], 1, head_dim, dtype=dtype, device="cuda")
-        got = PagedFlash(metadata).attend(query, LayerKVCache(pages))[:, 0, 0].float().cpu()
+        got = PagedFlash(metadata)(query, LayerKVCache(pages))[:, 0, 0].float().cpu()
         expected = torch.tensor([(2 * block_size + 1) / (block_size + 1)] + [1.0] * lens[1])
         return bool((got - expected).abs().max() < 2e-2)
     except (AttributeError, ImportError, RuntimeError, TypeError, ValueError):

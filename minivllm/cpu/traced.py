@@ -8,6 +8,7 @@ without. vLLM cuts a model at the same places when it compiles it ("piecewise"),
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -55,20 +56,6 @@ class _After(nn.Module):
         return self.layer.after_attention(x, heads)
 
 
-class _Piece:
-    """A recorded piece, with the weights of its place in the model.
-
-    Layers are alike but for their weights, so one recording that takes these as inputs serves them all, and all models
-    of that form: PyTorch never gives a recording's memory back.
-    """
-
-    def __init__(self, recording: Callable[..., Any], module: nn.Module) -> None:
-        self.recording, self.weights = recording, _weights(module)
-
-    def __call__(self, *inputs: Tensor) -> Any:
-        return self.recording(*inputs, *self.weights)
-
-
 def _weights(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
@@ -95,16 +82,22 @@ def _form(module: nn.Module) -> tuple:
     return *layers, *((weight.shape, weight.dtype) for weight in _weights(module))
 
 
-def _record(config: ModelConfig, module: nn.Module, *inputs: Tensor) -> _Piece:
+def _record(config: ModelConfig, module: nn.Module, *inputs: Tensor) -> Callable[..., Any]:
+    """A recording of what `module` does to `inputs`, with its weights.
+
+    Layers are alike but for their weights, so one recording that takes these as inputs serves them all, and all models
+    of that form: PyTorch never gives a recording's memory back.
+    """
+    weights = _weights(module)
     key = (config, _form(module))
     if key not in _RECORDINGS:
 
         def run(*tensors: Tensor) -> Any:
-            with _weights_replaced(module, tensors[len(inputs) :]):
-                return module(*tensors[: len(inputs)])
+            with _weights_replaced(module, tensors[: len(weights)]):
+                return module(*tensors[len(weights) :])
 
-        _RECORDINGS[key] = trace(run, *inputs, *_weights(module))
-    return _Piece(_RECORDINGS[key], module)
+        _RECORDINGS[key] = trace(run, *weights, *inputs)
+    return functools.partial(_RECORDINGS[key], *weights)
 
 
 _RECORDINGS: dict[tuple, Callable[..., Any]] = {}  # a cache, the only state here

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from hashlib import sha256
@@ -65,7 +64,7 @@ class InputProcessor:
             Request(
                 request_id if params.n == 1 else f"{index}_{request_id}",
                 token_ids,
-                dataclasses.replace(params, n=1, seed=self._seed_of(params, index)),
+                params.with_seed(self._seed_of(params, index)),
                 arrival_time=arrival_time,
                 priority=priority,
                 cache_salt=cache_salt,

@@ -54,6 +54,7 @@ class LLMEngine:
         clock: Callable[[], float] = time.monotonic,
         event_log: EventLog | None = None,
     ) -> None:
+        self.scheduler = scheduler
         self.engine_core = EngineCore(scheduler, executor, clock=clock, event_log=event_log)
         self.input_processor = InputProcessor(
             scheduler.config, vocab_size, tokenizer, generation_config or GenerationConfig(), seed, max_logprobs
@@ -67,10 +68,6 @@ class LLMEngine:
         self._intact = True  # no change was cut short
         self._inbox: deque[tuple[str, list[ParentRequest]]] = deque()
         self._stream_numbers = itertools.count()
-
-    @property
-    def scheduler(self) -> Scheduler:
-        return self.engine_core.scheduler
 
     @property
     def executor(self) -> Executor:
@@ -217,12 +214,14 @@ class LLMEngine:
                 if not self._intact:
                     self._start_over()
                 self._intact = False
-                self._empty_inbox()
+                if self._inbox:
+                    self._empty_inbox()
                 if len(self.output_processor.states) != len(self.scheduler.requests):  # a call was cut short in between
                     self._start_over()
                     self._intact = False
                 result = change()
-                self._empty_inbox()
+                if self._inbox:
+                    self._empty_inbox()
                 self._intact = True
                 return result
             except BaseException:

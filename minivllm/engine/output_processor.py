@@ -241,13 +241,15 @@ class OutputProcessor:
 
     def deliver(self, parent: ParentRequest) -> None:
         """Put the request's output where its caller finds it, and forget what has ended."""
-        is_finished = parent.is_finished
+        running = [child for child in parent.children if child.progress.finish_reason is None]
+        is_finished = not running
         if parent.output_kind == "cumulative" or (is_finished and parent.output_kind != "none"):
             outputs = self.kept if parent.output_kind == "taken" else self.outbox
             outputs[parent.request_id] = parent.output()
-        for child in parent.children:
-            if child.is_finished:
-                self.states.pop(child.request.request_id, None)
+        if len(running) < len(parent.children):
+            for child in parent.children:
+                if child not in running:
+                    self.states.pop(child.request.request_id, None)
         if is_finished:
             self.parents.pop(parent.request_id, None)
 

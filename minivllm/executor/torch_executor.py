@@ -71,10 +71,11 @@ class TorchExecutor:
         token_ids, positions, metadata = self._prepare(scheduler_output)
         if self.on_step is not None:
             self.on_step(scheduler_output, metadata)
-        plan = self.attention.plan(metadata, self.num_heads, self.kv_cache[0])
+        layers = self.kv_cache.layers
+        plan = self.attention.plan(metadata, self.num_heads, layers[0])
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            cache = self.kv_cache[layer]
+            cache = layers[layer]
             cache.write(key, value, metadata.slot_mapping)
             return self.attention.forward(query, cache, plan)
 

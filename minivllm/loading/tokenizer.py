@@ -169,8 +169,9 @@ def _is_unicode(text: str) -> bool:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether this is an error of the library: its bugs are Rust panics, which are no Exceptions; nor is Ctrl-C."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    """Whether this is an error of the library, which raises bare Exceptions, ValueErrors and Rust panics; what a signal
+    handler of the caller's raises in the middle of it (Ctrl-C, an alarm's TimeoutError) is none."""
+    return type(error) in (Exception, ValueError) or type(error).__name__ == "PanicException"
 
 
 def _explain(error: BaseException, problem: str) -> BaseException:

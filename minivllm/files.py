@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def is_file(path: Path) -> bool:
 def read_bytes(path: Path, limit: int) -> bytes:
     """A whole file of at most `limit` bytes. Raises ValueError, with the path, if it cannot be read or is larger."""
     if not is_file(path):
-        why = "is not a regular file" if path.exists() else "cannot be read: No such file or directory"
+        why = "is not a regular file" if os.path.exists(path) else "cannot be read: No such file or directory"
         raise ValueError(f"{path} {why}")
     try:
         with path.open("rb") as file:

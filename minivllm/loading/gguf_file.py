@@ -22,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
 from minivllm.checks import is_whole
-from minivllm.loading.tokenizer import Tokenizer, is_failure
+from minivllm.loading.tokenizer import Tokenizer, is_panic
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -172,7 +172,7 @@ class GGUFFile:
         try:
             yield
         except BaseException as error:  # of struct, numpy, torch, tokenizers and gguf, whose only input is this file
-            if not is_failure(error) or str(error).startswith(str(self.path)):
+            if not (is_panic(error) or isinstance(error, Exception)) or str(error).startswith(str(self.path)):
                 raise
             plain = isinstance(error, ValueError) or type(error) is Exception
             reason = str(error) if plain else f"{type(error).__name__} {error}"

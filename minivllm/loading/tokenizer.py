@@ -168,15 +168,15 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def is_failure(error: BaseException) -> bool:
-    """Whether this is an error of the library, which raises bare Exceptions, ValueErrors and Rust panics; what a signal
-    handler of the caller's raises in the middle of it (Ctrl-C, an alarm's TimeoutError) is none."""
-    return type(error) in (Exception, ValueError) or type(error).__name__ == "PanicException"
+def is_panic(error: BaseException) -> bool:
+    """Whether this is a bug of the library: a Rust panic, which is no Exception."""
+    return type(error).__name__ == "PanicException"
 
 
 def _explain(error: BaseException, problem: str) -> BaseException:
     """What to raise for an error of the library, which raises bare Exceptions: a ValueError that says what to do."""
-    if not is_failure(error) or isinstance(error, (TypeError, OverflowError)):  # nothing to do with the file
+    # Anything else has nothing to do with the file; or a signal handler of the caller's raised it.
+    if not (is_panic(error) or type(error) in (Exception, ValueError)):
         return error
     reason = printable(error).rstrip(".")
     return ValueError(f"{printable(problem)}: {reason}. Get tokenizer.json again, or another version of tokenizers")

@@ -284,7 +284,7 @@ def test_real_signals(llm, kind):
 
     previous = signal.signal(signal.SIGALRM, handler)
     try:
-        assert storm(llm, 300, alarm if kind == "alarm" else interrupts) > 100
+        assert storm(llm, 300, alarm if kind == "alarm" else interrupts) > 20
     finally:
         signal.signal(signal.SIGALRM, previous)
 

@@ -44,9 +44,10 @@ notebooks: $(STAMP)  ## execute all chapters and solutions in place, then regene
 exercises: $(STAMP)  ## only regenerate the learners' exercises from exercises/solutions
 	@$(PY) -m tools.exercises generate
 
-lint: $(STAMP)  ## ruff on the code and the notebooks, the layers of the package
+lint: $(STAMP)  ## ruff on the code and the notebooks, the layers and the type hints of the package
 	@$(PY) -m ruff check .
 	@$(PY) $(VENV)/bin/lint-imports --no-cache --no-logo
+	@$(PY) -m mypy
 
 clean:  ## remove what was built and cached, and the stamp; keep .venv, data and your notebooks
 	@rm -rf _build .pytest_cache .ruff_cache .mypy_cache .hypothesis $(STAMP)

@@ -60,10 +60,10 @@ class _Plan:
     decode: paged_decode.Decode | _GatheredDecode | None
 
     def attend(self, query: Tensor, cache: LayerKVCache) -> Tensor:
-        if not self.chunks:
+        if self.decode is not None and not self.chunks:
             return self.decode(query, cache)
         output = torch.empty_like(query)
-        if self.decode_rows is not None:
+        if self.decode is not None:
             output[self.decode_rows] = self.decode(query[self.decode_rows], cache)
         for chunk in self.chunks:
             output[chunk.start : chunk.end] = chunk.attend(query[chunk.start : chunk.end], cache)

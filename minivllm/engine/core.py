@@ -77,6 +77,7 @@ class EngineCore:
     def fail_step(self) -> None:
         """End the requests of the step in flight, which an error stopped."""
         output = self.in_flight
+        assert output is not None
         self.scheduler.fail_step(output)
         self._log(output, list(output.num_scheduled_tokens), self.step_start, self.clock())
         self.in_flight = None

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tqdm.auto import tqdm
 
@@ -18,6 +18,9 @@ from minivllm.engine.args import EngineArgs, build_engine
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minivllm.executor.torch_executor import TorchExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +35,7 @@ class LLM:
     def __init__(self, model: str | Path = "tiny", **settings: Any) -> None:
         args = EngineArgs(model=model, **settings)
         self.llm_engine = build_engine(args)
-        self.executor = self.llm_engine.executor
+        self.executor = cast("TorchExecutor", self.llm_engine.executor)
         self.model_config = self.executor.model.config
         self.scheduler_config = self.llm_engine.scheduler.config
         self.cache_config = self.llm_engine.scheduler.kv_cache_manager.config
@@ -71,19 +74,17 @@ class LLM:
         Raises ValueError if any prompt can never run; none runs then. Ctrl-C, or an error in a forward pass, aborts
         the requests of this call and leaves the engine usable. Calls from several threads wait for each other.
         """
-        prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        params = _one_per_prompt("sampling_params", sampling_params, len(prompts), SamplingParams)
-        priorities = (
-            _one_per_prompt("priority", priority, len(prompts), ()) if priority is not None else [0] * len(prompts)
-        )
+        each: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        params = _one_per_prompt("sampling_params", sampling_params, len(each), SamplingParams)
+        priorities = _one_per_prompt("priority", priority, len(each), ()) if priority is not None else [0] * len(each)
 
         engine = self.llm_engine
         with self._lock:
             self._forget(self._own)  # of a call that was interrupted, and whose cleaning up was interrupted as well
-            request_ids = [self._new_id() for _ in prompts]
+            request_ids = [self._new_id() for _ in each]
             self._own.update(request_ids)
             try:
-                for request_id, prompt, param, prio in zip(request_ids, prompts, params, priorities, strict=True):
+                for request_id, prompt, param, prio in zip(request_ids, each, params, priorities, strict=True):
                     engine.add_request(request_id, prompt, param, priority=prio, output_kind="taken")
                 outputs = {output.request_id: output for output in self._run(set(request_ids), use_tqdm)}
             except BaseException:

@@ -124,6 +124,14 @@ def test_a_block_that_is_used_for_something_else_starts_with_no_hits():
     assert set(pool.cached_blocks) == {b"b"}
 
 
+def test_a_fresh_start_keeps_the_order():
+    pool = BlockPool(4, free_blocks=MostRecentlyUsedFirst)
+    free_cached(pool, [b"a", b"b", b"c"])
+    pool.start_over()
+    pool.get_new_blocks(1)
+    assert set(pool.cached_blocks) == {b"a", b"b"}
+
+
 def hit_tokens(order, rounds: int = 4, prompts: int = 5) -> int:
     """`prompts` prompts of one full block each come again and again, in turn, to a pool with room for fewer."""
     config = CacheConfig(num_blocks=5, block_size=4)
@@ -201,3 +209,4 @@ def test_random_workloads_run_to_their_end_in_any_order(order, seed):
         scheduler.kv_cache_manager.check_invariants()
     assert preempted and all(request.is_finished for request in requests)
     assert scheduler.kv_cache_manager.block_pool.usage == 0.0
+    assert isinstance(scheduler.kv_cache_manager.block_pool.free_queue, order)

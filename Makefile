@@ -44,11 +44,13 @@ notebooks: $(STAMP)  ## execute all chapters and solutions in place, then regene
 exercises: $(STAMP)  ## only regenerate the learners' exercises from exercises/solutions
 	@$(PY) -m tools.exercises generate
 
-lint: $(STAMP)  ## ruff on the code and the notebooks
+lint: $(STAMP)  ## ruff on the code and the notebooks, the layers and the type hints of the package
 	@$(PY) -m ruff check .
+	@$(PY) $(VENV)/bin/lint-imports --no-cache --no-logo
+	@$(PY) -m mypy
 
 clean:  ## remove what was built and cached, and the stamp; keep .venv, data and your notebooks
-	@rm -rf _build .pytest_cache .ruff_cache .hypothesis $(STAMP)
+	@rm -rf _build .pytest_cache .ruff_cache .mypy_cache .hypothesis $(STAMP)
 	@find . -path ./$(VENV) -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -prune -exec rm -rf {} +
 
 # The stamp holds the folder's path: a moved or copied folder is set up again, because .venv has absolute paths in it.

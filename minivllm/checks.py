@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import numbers
+from typing import TypeGuard
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether `value` is a whole number; numpy's count, True and False do not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def is_finite(value: object) -> bool:
+def is_finite(value: object) -> TypeGuard[float]:
     """Whether `value` is a finite number; numpy's count, True and False do not."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False

@@ -17,10 +17,10 @@ __all__ = ["Misconception", "NotAnswered", "all_given", "expect", "expect_functi
 
 _BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_SCALES = [_BYTES, {"s": 1, "ms": 1e-3, "µs": 1e-6}, {"%": 0.01, "as a fraction": 1}]
+_SCALES: list[Mapping[str, float]] = [_BYTES, {"s": 1, "ms": 1e-3, "µs": 1e-6}, {"%": 0.01, "as a fraction": 1}]
 # What checks call, and people like to call their variables.
-_CALLED = [abs, all, any, bool, dict, float, getattr, int, isinstance, len, list, max, min, next, range, round, set]
-_CALLED += [sorted, str, sum, tuple, type, zip]
+_CALLED: list[Any] = [abs, all, any, bool, dict, float, getattr, int, isinstance, len, list, max, min, next, range]
+_CALLED += [round, set, sorted, str, sum, tuple, type, zip]
 _NEEDED = {function.__name__: function for function in _CALLED}
 
 
@@ -218,7 +218,7 @@ def _apart(a: Any, b: Any) -> float:
 
 
 def _is_whole(value: Any) -> bool:
-    number = _number(value)
+    number: Any = _number(value)
     return isinstance(number, int) or (math.isfinite(number) and number.is_integer())
 
 
@@ -278,7 +278,7 @@ def _refuse_hidden() -> None:
         raise Misconception(hidden)
 
 
-def _show_error(shell: Any, kind: type, error: Exception, trace: Any, tb_offset: int | None = None) -> None:
+def _show_error(shell: Any, kind: type, error: Any, trace: Any, tb_offset: int | None = None) -> None:
     """What IPython does with these errors: one line if the check itself stumbled, the usual traceback otherwise."""
     step = trace
     while step.tb_next is not None:

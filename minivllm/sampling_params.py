@@ -109,11 +109,11 @@ class SamplingParams:
             raise ValueError(
                 f"n={self.n} with temperature 0 would give {self.n} equal answers. Use n=1, or a temperature above 0."
             )
-        if not all(isinstance(s, str) and s for s in self.stop):
+        if not all(isinstance(s, str) and s for s in self.stop or ()):
             raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}.")
-        if not all(is_whole(t) for t in self.stop_token_ids):
+        if not all(is_whole(t) for t in self.stop_token_ids or ()):
             raise ValueError(f"stop_token_ids must hold whole numbers, got {self.stop_token_ids!r}.")
-        for token_id, bias in self.logit_bias.items():
+        for token_id, bias in (self.logit_bias or {}).items():
             if not is_whole(token_id):
                 raise ValueError(f"logit_bias keys must be token ids (whole numbers), got {token_id!r}.")
             if not is_finite(bias) or abs(bias) > MAX_BIAS:

@@ -47,6 +47,7 @@ class FastBackend(AttentionBackend):
         if chunks:
             tables, lens = tables[decodes], [seq_lens[r] for r in decodes]
             rows = torch.tensor([starts[r] for r in decodes], device=tables.device)
+        decode: paged_decode.Decode | _GatheredDecode
         if self.in_place and paged_decode.can_run(cache):
             decode = paged_decode.Decode(tables, lens, num_heads, cache)
         else:
@@ -67,7 +68,7 @@ class _Mixed:
 
     def __call__(self, query: Tensor, cache: LayerKVCache) -> Tensor:
         output = torch.empty_like(query)
-        if self.decode_rows is not None:
+        if self.decode is not None:
             output[self.decode_rows] = self.decode(query[self.decode_rows], cache)
         for chunk in self.chunks:
             output[chunk.start : chunk.end] = chunk(query[chunk.start : chunk.end], cache)

@@ -32,7 +32,7 @@ class PagedFlash:
         from torch.nn.attention.varlen import varlen_attn
 
         keys, values = cache.pages  # [num_blocks, block_size, H_kv, D]
-        return varlen_attn(
+        return varlen_attn(  # type: ignore[return-value]  # a pair only where a second result is asked for
             query,
             keys,
             values,

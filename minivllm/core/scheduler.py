@@ -6,9 +6,10 @@ a step hands out a budget of tokens: first to the running requests, then to the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.core.block_pool import FreeBlocks, FreeKVCacheBlockQueue, KVCacheBlock
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.request_queue import create_request_queue
 from minivllm.core.scheduler_output import NewRequestData, SchedulerOutput
@@ -18,10 +19,16 @@ from minivllm.request import Request, RequestStatus
 class Scheduler:
     """Owns every request from `add_request` until it ends; decides, and never computes."""
 
-    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        free_blocks: Callable[[Sequence[KVCacheBlock]], FreeBlocks] = FreeKVCacheBlockQueue,
+    ) -> None:
+        """`free_blocks` makes the eviction order of the pool."""
         self.config = config
         self.max_model_len = config.max_model_len
-        self.kv_cache_manager = KVCacheManager(cache_config, config.max_model_len)
+        self.kv_cache_manager = KVCacheManager(cache_config, config.max_model_len, free_blocks)
         self.requests: dict[str, Request] = {}
         self.waiting = create_request_queue(config.policy)
         self.running: list[Request] = []

@@ -98,7 +98,7 @@ def merged(parts: Sequence[nn.Linear]) -> nn.Linear:
     shape = (sum(len(weight) for weight in weights), weights[0].shape[1])
     weight = host_memory.zeros(shape, weights[0].dtype, weights[0].device)
     torch.cat(weights, out=weight)
-    layer = nn.Linear(*reversed(shape), bias=parts[0].bias is not None, device="meta")
+    layer = nn.Linear(shape[1], shape[0], bias=parts[0].bias is not None, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     if parts[0].bias is not None:
         layer.bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
@@ -119,4 +119,4 @@ def fuse(model: nn.Module) -> None:
         for name, child in list(parent.named_children()):
             if isinstance(child, RMSNorm):
                 setattr(parent, name, HypotNorm(child))
-    model.model.rotary_emb = RolledRotary(model.model.rotary_emb)
+    model.model.rotary_emb = RolledRotary(model.model.rotary_emb)  # type: ignore[assignment]  # in its place

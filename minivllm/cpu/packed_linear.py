@@ -9,6 +9,7 @@ that are used here.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +68,7 @@ def pack_weights(model: nn.Module, min_bytes: int = MIN_BYTES) -> int:
         (parent, name)
         for parent in model.modules()
         for name, layer in parent.named_children()
-        if type(layer).forward in (nn.Linear.forward, Conv1D.forward) and layer.weight.nbytes >= min_bytes
+        if type(layer).forward in (nn.Linear.forward, Conv1D.forward) and layer.weight.nbytes >= min_bytes  # type: ignore[operator]
     ]
     weights = [getattr(parent, name).weight for parent, name in places]
     kinds = {(weight.device, weight.dtype): weight for weight in weights}
@@ -102,7 +103,7 @@ def can_pack(like: Tensor) -> bool:
         return False
     try:
         generator = torch.Generator("cpu").manual_seed(0)
-        here = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+        here: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
         x, weight, bias = (torch.randn(*shape, **here) for shape in ((3, 48), (32, 48), (32,)))
         expected = F.linear(x, weight, bias)
         return bool((PackedLinear(weight, bias)(x) - expected).abs().max() <= 1e-5 * expected.abs().max())

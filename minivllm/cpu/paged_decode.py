@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from typing import Any
 
 import numpy as np
 import torch
@@ -143,7 +144,8 @@ def _has_products() -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch says once that its sparse tensors are in beta
         try:
-            longest, here = 2 * TILE + 1, {"dtype": torch.float32, "device": "cpu"}
+            longest = 2 * TILE + 1
+            here: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
             for seq_lens in ([1], [1, longest]):  # without and with merging
                 tables = torch.arange(longest, device="cpu").expand(len(seq_lens), -1)
                 cache = LayerKVCache(torch.ones(2, longest, 1, 1, 4, **here))

@@ -63,6 +63,7 @@ def _weights(module: nn.Module) -> list[Tensor]:
 @contextlib.contextmanager
 def _weights_replaced(module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
     """The module with other weights, in the order of `_weights`. (torch.func.functional_call refuses to be traced.)"""
+    places: list[tuple[dict[str, Any], str]]
     places = [(layer._parameters, name) for layer in module.modules() for name in layer._parameters]
     places += [(layer._buffers, name) for layer in module.modules() for name in layer._buffers]
     places = [(owner, name) for owner, name in places if owner[name] is not None]
@@ -109,7 +110,7 @@ class TracedModel(CausalLM):
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
         self.config, self.model, self.lm_head = model.config, model, model.lm_head
-        self.embed, self.final_norm = model.embed, model.final_norm
+        self.embed, self.final_norm = model.embed, model.final_norm  # type: ignore[method-assign]  # no call between
         layers = model.decoder_layers
         ids = torch.zeros(2, dtype=torch.int64, device="cpu")
         x, *rotary = model.embed(ids, ids)

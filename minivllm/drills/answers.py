@@ -96,7 +96,7 @@ class Drill:
         if self.ask_in == "%" and self.answer and abs(100 * number / self.answer - 1) < 0.005:
             near["that is a fraction; percent is asked for"] = 0.0
         if near:
-            return Verdict(False, min(near, key=near.get))
+            return Verdict(False, min(near, key=lambda text: near[text]))
         if self.answer and found / self.answer > 0:
             ratio = max(found / self.answer, self.answer / found)
             side = "large" if found > self.answer else "small"

@@ -80,7 +80,7 @@ class InputProcessor:
     def default_sampling_params(self) -> SamplingParams:
         """vLLM's defaults, overridden by what the model's generation_config.json sets."""
         config = self.generation_config
-        own = {
+        own: dict[str, Any] = {
             "temperature": config.temperature,
             "top_k": config.top_k,
             "top_p": config.top_p,
@@ -142,7 +142,7 @@ class InputProcessor:
                 f"priority={priority} has no effect under scheduling_policy='fcfs'. "
                 f"Make the engine with scheduling_policy='priority'."
             )
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        for name, ids in (("stop_token_ids", params.stop_token_ids or ()), ("logit_bias", params.logit_bias or ())):
             for token_id in ids:
                 if not 0 <= token_id < self.vocab_size:
                     raise ValueError(
@@ -176,7 +176,7 @@ class InputProcessor:
     def _end_tokens(self, params: SamplingParams) -> tuple[int | None, list[int]]:
         """(the EOS id, the stop token ids): a model may have several EOS ids; all but the first act as stop tokens."""
         eos_ids = () if params.ignore_eos else self.generation_config.eos_token_ids
-        return (eos_ids[0] if eos_ids else None), [*params.stop_token_ids, *eos_ids[1:]]
+        return (eos_ids[0] if eos_ids else None), [*(params.stop_token_ids or ()), *eos_ids[1:]]
 
     def _seed_of(self, params: SamplingParams, index: int) -> int:
         if params.seed is not None:
@@ -199,7 +199,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _as_token_id(value: object, vocab_size: int) -> int:
+def _as_token_id(value: Any, vocab_size: int) -> int:
     try:
         token_id = value.__index__()  # ints, and integers of numpy and torch
     except (AttributeError, TypeError):

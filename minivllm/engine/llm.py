@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from tqdm.auto import tqdm
@@ -19,6 +19,9 @@ from minivllm.engine.args import EngineArgs, build_engine
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minivllm.executor.torch_executor import TorchExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ class LLM:
     def __init__(self, model: str | Path = "tiny", **settings: Any) -> None:
         args = EngineArgs(model=model, **settings)
         self.llm_engine = build_engine(args)
-        self.executor = self.llm_engine.executor
+        self.executor = cast("TorchExecutor", self.llm_engine.executor)
         self.model_config = self.executor.model.config
         self.scheduler_config = self.llm_engine.scheduler.config
         self.cache_config = self.llm_engine.scheduler.kv_cache_manager.config
@@ -72,19 +75,17 @@ class LLM:
         Raises ValueError if any prompt can never run; none runs then. Ctrl-C, or an error in a forward pass, aborts
         the requests of this call and leaves the engine usable. Calls from several threads wait for each other.
         """
-        prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        params = _one_per_prompt("sampling_params", sampling_params, len(prompts), SamplingParams)
-        priorities = (
-            _one_per_prompt("priority", priority, len(prompts), ()) if priority is not None else [0] * len(prompts)
-        )
+        each: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        params = _one_per_prompt("sampling_params", sampling_params, len(each), SamplingParams)
+        priorities = _one_per_prompt("priority", priority, len(each), ()) if priority is not None else [0] * len(each)
 
         engine = self.llm_engine
         with self._lock:
             self._forget(self._own)  # of a call that was interrupted, and whose cleaning up was interrupted as well
-            request_ids = [self._new_id() for _ in prompts]
+            request_ids = [self._new_id() for _ in each]
             self._own.update(request_ids)
             try:
-                for request_id, prompt, param, prio in zip(request_ids, prompts, params, priorities, strict=True):
+                for request_id, prompt, param, prio in zip(request_ids, each, params, priorities, strict=True):
                     engine.add_request(request_id, prompt, param, priority=prio, output_kind="taken")
                 outputs = {output.request_id: output for output in self._run(set(request_ids), use_tqdm)}
             except BaseException:
@@ -100,11 +101,6 @@ class LLM:
             self.llm_engine.abort_request(request_ids)
             self.llm_engine.take(request_ids)
             self._own.difference_update(request_ids)
-
-    def _encode(self, text: str) -> list[int]:
-        """A rendered chat: its template has written the special tokens already."""
-        longest = self.scheduler_config.max_model_len
-        return self.tokenizer.encode(text, add_special_tokens=False, max_tokens=longest)
 
     def _new_id(self) -> str:
         """The next number that no request of the engine has as its id."""
@@ -147,7 +143,9 @@ class LLM:
             raise ValueError("this model has no tokenizer, so it cannot chat; use generate with token ids.")
         conversations = _read_conversations(messages)
         texts = [self.tokenizer.apply_chat_template(c, add_generation_prompt) for c in conversations]
-        prompts = [{"prompt": text, "prompt_token_ids": self._encode(text)} for text in texts]
+        # The template has written the special tokens; adding them again would double the first.
+        options: dict[str, Any] = {"add_special_tokens": False, "max_tokens": self.scheduler_config.max_model_len}
+        prompts = [{"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, **options)} for text in texts]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
 

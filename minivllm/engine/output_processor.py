@@ -69,7 +69,8 @@ class RequestState:
                 text += self._detokenizer.finish()
             if params.stop and old.num_tokens + 1 > params.min_tokens:
                 stop = first_stop_string(text, len(old.text), params.stop)
-        reason, stop_reason = None, None
+        reason: str | None = None
+        stop_reason: int | str | None = None
         if stop is not None:  # also if it ended by length, with the very same token: this is the better reason
             stop_string, end = stop
             text = text[: end if params.include_stop_str_in_output else end - len(stop_string)]
@@ -78,7 +79,7 @@ class RequestState:
             reason, stop_reason = self.request.finish_reason, self.request.stop_reason
         self._token_ids.append(token_id)
         if self._logprobs is not None:
-            self._logprobs.append(logprobs)
+            self._logprobs.append(logprobs)  # type: ignore[arg-type]  # there where they were asked for
         self.progress = Progress(old.num_tokens + 1, text, reason, stop_reason)
         return stop is not None and status is None
 

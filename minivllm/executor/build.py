@@ -22,7 +22,7 @@ def build_torch_executor(args: EngineArgs, loaded: LoadedModel) -> tuple[TorchEx
 
     ValueError if the settings do not fit the model, or the machine.
     """
-    kernels: CPUKernels = args.cpu_kernels
+    kernels = args.cpu_kernels if isinstance(args.cpu_kernels, CPUKernels) else CPUKernels.all(args.cpu_kernels)
     attention = get_backend(args.attention_backend, in_place=kernels.paged_decode)
     weight = next(loaded.model.parameters())
     device, dtype = weight.device, weight.dtype

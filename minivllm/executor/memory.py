@@ -7,6 +7,7 @@ import torch
 from minivllm.config import CacheConfig
 from minivllm.cpu.host_memory import total_memory
 from minivllm.model_config import ModelConfig
+from minivllm.models.causal_lm import CausalLM
 from minivllm.models.layers import causal_attend
 from minivllm.theory import sizing
 from minivllm.theory.defaults import default_batch_limits
@@ -20,17 +21,17 @@ def resolve_device(device: str | torch.device) -> tuple[torch.device, str | None
 
     "auto": CUDA if there is one; Apple's MPS if a small attention runs on it; otherwise the CPU.
     """
-    given = device
     if str(device) != "auto":
+        chosen: torch.device | None
         try:
-            device = torch.device(device)
+            chosen = torch.device(device)
         except (RuntimeError, TypeError):
-            device = None
-        if device is None or device.type not in ("cpu", "cuda", "mps"):
-            raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'mps', got {given!r}.")
-        if device.type == "cuda" and not torch.cuda.is_available():
+            chosen = None
+        if chosen is None or chosen.type not in ("cpu", "cuda", "mps"):
+            raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'mps', got {device!r}.")
+        if chosen.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device='{device}', but torch {torch.__version__} sees no CUDA GPU. Use device='cpu'.")
-        return device, None
+        return chosen, None
     if torch.cuda.is_available():
         return torch.device("cuda"), None
     if torch.backends.mps.is_available():
@@ -114,9 +115,7 @@ def cuda_kv_bytes(total: int, used_by_others: int, peak: int, utilization: float
 
 
 @torch.inference_mode()
-def profile_cuda_peak(
-    model: torch.nn.Module, config: ModelConfig, device: torch.device, num_tokens: int
-) -> tuple[int, int]:
+def profile_cuda_peak(model: CausalLM, config: ModelConfig, device: torch.device, num_tokens: int) -> tuple[int, int]:
     """(peak bytes of this process, bytes used by others) in a forward pass over `num_tokens` tokens.
 
     The pass attends within itself and samples for every row, so it is at least as large as any real step.

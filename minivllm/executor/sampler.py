@@ -47,8 +47,8 @@ def sample(logits: Tensor, requests: Sequence[Sampled]) -> tuple[list[int], dict
     go through temperature, min_p, top_k, top_p.
     """
     params = [request.sampling_params for request in requests]
-    asked = [i for i, p in enumerate(params) if p.logprobs is not None]
-    raw_logprobs = logits[asked].log_softmax(dim=-1) if asked else None
+    asked = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+    raw_logprobs = logits[list(asked)].log_softmax(dim=-1) if asked else None
 
     _mask_and_bias(logits, requests)
     penalised = [i for i, p in enumerate(params) if p.has_penalties]
@@ -61,10 +61,9 @@ def sample(logits: Tensor, requests: Sequence[Sampled]) -> tuple[list[int], dict
         tokens[random_rows] = _sample_random(logits[random_rows], [requests[i] for i in random_rows])
     token_ids = tokens.tolist()
 
-    reported = {}
+    reported: dict[str, PositionLogprobs] = {}
     if raw_logprobs is not None:
-        counts = [params[i].logprobs for i in asked]
-        rows = top_logprobs(raw_logprobs, [token_ids[i] for i in asked], counts)
+        rows = top_logprobs(raw_logprobs, [token_ids[i] for i in asked], list(asked.values()))
         reported = {requests[i].request_id: row for i, row in zip(asked, rows, strict=True)}
     return token_ids, reported
 
@@ -149,7 +148,10 @@ def _sample_random(logits: Tensor, requests: Sequence[Sampled]) -> Tensor:
     cut = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
     if cut:
         logits[cut] = apply_top_k_top_p(logits[cut], [params[i].top_k for i in cut], [params[i].top_p for i in cut])
-    u = [uniform(p.seed, len(request.token_ids)) for p, request in zip(params, requests, strict=True)]
+    u = [
+        uniform(p.seed, len(request.token_ids))  # type: ignore[arg-type]  # the engine gives each request a seed
+        for p, request in zip(params, requests, strict=True)
+    ]
     return draw(logits.softmax(dim=-1), torch.tensor(u, dtype=torch.float64, device=logits.device)).to(device)
 
 
@@ -216,10 +218,10 @@ def top_logprobs(logprobs: Tensor, token_ids: Sequence[int], counts: Sequence[in
     chosen = logprobs.gather(1, torch.tensor(token_ids, device=logprobs.device)[:, None])
     ranks = (logprobs >= chosen).sum(dim=-1).tolist()
     values, index = (x.tolist() for x in logprobs.topk(max(counts), dim=-1))
-    chosen = chosen[:, 0].tolist()
+    own = chosen[:, 0].tolist()
     rows = []
     for i, count in enumerate(counts):
-        row = {token_ids[i]: Logprob(chosen[i], ranks[i])}
+        row = {token_ids[i]: Logprob(own[i], ranks[i])}
         for rank in range(count):
             row.setdefault(index[i][rank], Logprob(values[i][rank], rank + 1))
         rows.append(row)

@@ -143,7 +143,8 @@ class TorchExecutor:
         sampled: list[list[int]] = []
         samples: list[list[int]] = []  # of `sampled`, those that get a token
         for i, (request_id, num_scheduled) in enumerate(scheduler_output.num_scheduled_tokens.items()):
-            request, tokens = self.requests[request_id], []
+            request = self.requests[request_id]
+            tokens: list[int] = []
             sampled.append(tokens)
             if scheduler_output.num_computed_tokens[request_id] + num_scheduled >= len(request.token_ids):
                 rows.append(query_start_loc[i + 1] - 1)
@@ -185,6 +186,7 @@ class TorchExecutor:
         return result
 
     def _show_logits(self, scheduler_output: SchedulerOutput, hidden: Tensor, query_start_loc: Sequence[int]) -> None:
+        assert self.on_logits is not None
         logits = self.model.compute_logits(hidden).float()
         for i, request_id in enumerate(scheduler_output.num_scheduled_tokens):
             first = scheduler_output.num_computed_tokens[request_id]

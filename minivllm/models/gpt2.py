@@ -3,7 +3,7 @@ some checkpoints carry."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -73,7 +73,7 @@ class GPT2(CausalLM):
             self.lm_head.weight = self.wte.weight
 
     @property
-    def decoder_layers(self) -> Sequence[Block]:
+    def decoder_layers(self) -> Any:  # Sequence[Block]; a ModuleList forgets what it holds
         return self.h
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor]:

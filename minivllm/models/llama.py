@@ -7,7 +7,7 @@ are those of Hugging Face's `LlamaForCausalLM`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -72,6 +72,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        assert config.rope is not None  # the family has it, whatever a config leaves out
         self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim)
 
 
@@ -91,7 +92,7 @@ class Llama(CausalLM):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @property
-    def decoder_layers(self) -> Sequence[DecoderLayer]:
+    def decoder_layers(self) -> Any:  # Sequence[DecoderLayer]; a ModuleList forgets what it holds
         return self.model.layers
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,19 +9,20 @@ from typing import Any
 import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.rcsetup import cycler
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; black and yellow are left out (text, contrast).
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 GREY = "#8c8c8c"
 
-STYLE: dict[str, Any] = {
+STYLE: dict[Any, Any] = {
     "figure.facecolor": "white",  # the site puts figures on a light card in dark mode
     "figure.dpi": 150,
     "savefig.facecolor": "white",
     "font.size": 10,
     "axes.titlesize": 10,
     "axes.titlelocation": "left",
-    "axes.prop_cycle": matplotlib.cycler(color=COLORS),
+    "axes.prop_cycle": cycler(color=COLORS),
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": False,

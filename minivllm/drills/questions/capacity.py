@@ -120,6 +120,7 @@ def utilisation(rng: random.Random) -> Drill:
 @drill("capacity")
 def gpus_for_weights(rng: random.Random) -> Drill:
     spec = find_model(rng.choice(("llama-3.1-70b", "qwen2.5-72b", "llama-3.1-405b")))
+    assert spec.published_parameters is not None  # the catalogue has it for each of them
     held = sizing.weight_bytes(spec, "bfloat16")
     usable = 0.9 * 80 * GB
     right = Quantity(

@@ -112,6 +112,7 @@ def latent(rng: random.Random) -> Drill:
     spec = find_model(rng.choice(("deepseek-v2", "deepseek-v2-lite", "deepseek-v3")))
     right = sizing.kv_bytes_per_token(spec, "bfloat16")
     found = spec.latent
+    assert found is not None  # all three have it
     without_rope = right * found.kv_lora_rank / found.cached_per_token
     return Drill(
         "KV cache of latent attention",
@@ -138,6 +139,7 @@ def windowed(rng: random.Random) -> Drill:
     full, sliding = spec.layer_types.count("full_attention"), spec.layer_types.count("sliding_attention")
     right = sizing.kv_bytes_per_request(spec, context, "bfloat16")
     one = sizing.kv_bytes_per_token_and_layer(spec, "bfloat16")
+    assert spec.sliding_window is not None
     return Drill(
         "KV cache with sliding windows",
         f"{spec.name}: {full} layers with full attention, {sliding} with a window of {spec.sliding_window:,} tokens, "
@@ -184,6 +186,7 @@ def weights(rng: random.Random) -> Drill:
     spec = find_model(rng.choice(("qwen2.5-7b", "llama-3.1-8b", "llama-3.1-70b", "mixtral-8x7b")))
     right = sizing.weight_bytes(spec, "bfloat16")
     active = spec.active_parameters / spec.parameters
+    assert spec.published_parameters is not None  # the catalogue has it for each of them
     return Drill(
         "weights",
         f"{spec.name} has {spec.published_parameters / 1e9:.2f} billion parameters. How much memory do its bfloat16 "

@@ -97,15 +97,17 @@ class FreeKVCacheBlockQueue:
             block = block.next_free
 
 
+# Makes an eviction order from the blocks that are free at the start, in order of their ids.
+MakeFreeBlocks = Callable[[Sequence[KVCacheBlock]], FreeBlocks]
+
+
 class BlockPool:
     """All blocks, the free queue and the map from hash to cached blocks (vLLM 0.30.0, block_pool.py).
 
     A freed block keeps its hash, and so can still be hit, until it is handed out again.
     """
 
-    def __init__(
-        self, num_blocks: int, free_blocks: Callable[[Sequence[KVCacheBlock]], FreeBlocks] = FreeKVCacheBlockQueue
-    ) -> None:
+    def __init__(self, num_blocks: int, free_blocks: MakeFreeBlocks = FreeKVCacheBlockQueue) -> None:
         """`free_blocks` makes the eviction order."""
         self._make_free_blocks = free_blocks
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]

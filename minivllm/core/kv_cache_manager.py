@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minivllm.config import CacheConfig
 from minivllm.core.block_hash import extend_block_hashes
-from minivllm.core.block_pool import BlockPool, FreeBlocks, FreeKVCacheBlockQueue, KVCacheBlock
+from minivllm.core.block_pool import BlockPool, FreeKVCacheBlockQueue, KVCacheBlock, MakeFreeBlocks
 from minivllm.request import Request
 from minivllm.units import cdiv
 
@@ -46,7 +46,7 @@ class KVCacheManager:
         self,
         config: CacheConfig,
         max_model_len: int,
-        free_blocks: Callable[[Sequence[KVCacheBlock]], FreeBlocks] = FreeKVCacheBlockQueue,
+        free_blocks: MakeFreeBlocks = FreeKVCacheBlockQueue,
     ) -> None:
         """`free_blocks` makes the eviction order of the pool."""
         self.config = config

@@ -6,10 +6,10 @@ a step hands out a budget of tokens: first to the running requests, then to the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.core.block_pool import FreeBlocks, FreeKVCacheBlockQueue, KVCacheBlock
+from minivllm.core.block_pool import FreeKVCacheBlockQueue, MakeFreeBlocks
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.request_queue import create_request_queue
 from minivllm.core.scheduler_output import NewRequestData, SchedulerOutput
@@ -23,7 +23,7 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         cache_config: CacheConfig,
-        free_blocks: Callable[[Sequence[KVCacheBlock]], FreeBlocks] = FreeKVCacheBlockQueue,
+        free_blocks: MakeFreeBlocks = FreeKVCacheBlockQueue,
     ) -> None:
         """`free_blocks` makes the eviction order of the pool."""
         self.config = config

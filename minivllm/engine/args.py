@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.checks import check_seed, is_finite, require_bool, require_int
 from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.core.block_pool import FreeKVCacheBlockQueue, MakeFreeBlocks
 from minivllm.core.events import EventLog
 from minivllm.core.scheduler import Scheduler
 from minivllm.cpu import CPUKernels
@@ -130,14 +131,15 @@ def build_engine(
     loaded: LoadedModel | None = None,
     executor: Executor | None = None,
     vocab_size: int | None = None,
+    free_blocks: MakeFreeBlocks = FreeKVCacheBlockQueue,
     clock: Callable[[], float] = time.monotonic,
     **text: Any,
 ) -> LLMEngine:
     """An engine, by `args`. ValueError for settings that cannot work, and for models that are not there.
 
     `loaded` is run instead of `args.model`. `executor` runs instead of any model (a simulated GPU, a recorded trace):
-    then `args` must say max_model_len and num_gpu_blocks_override, and torch is not needed. `text`: tokenizer and
-    generation_config, for an engine without a `loaded` model.
+    then `args` must say max_model_len and num_gpu_blocks_override, and torch is not needed. `free_blocks` makes the
+    eviction order. `text`: tokenizer and generation_config, for an engine without a `loaded` model.
     """
     if executor is None:
         from minivllm.executor.build import build_torch_executor
@@ -153,7 +155,7 @@ def build_engine(
         scheduler_config = args.scheduler_config(args.max_model_len)
         cache_config = args.cache_config(args.num_gpu_blocks_override)
     return LLMEngine(
-        Scheduler(scheduler_config, cache_config),
+        Scheduler(scheduler_config, cache_config, free_blocks),
         executor,
         vocab_size=vocab_size,
         seed=args.seed,

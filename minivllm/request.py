@@ -16,14 +16,12 @@ class RequestStatus(enum.IntEnum):
     FINISHED_STOPPED = 3
     FINISHED_LENGTH_CAPPED = 4
     FINISHED_ABORTED = 5
-    FINISHED_ERROR = 6
 
 
 FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: "stop",
     RequestStatus.FINISHED_LENGTH_CAPPED: "length",
     RequestStatus.FINISHED_ABORTED: "abort",
-    RequestStatus.FINISHED_ERROR: "error",
 }
 
 
@@ -115,10 +113,6 @@ class Request:
     @property
     def finish_reason(self) -> str | None:
         return FINISH_REASONS.get(self.status)
-
-    def append_output_token_id(self, token_id: int) -> None:
-        self.all_token_ids.append(token_id)
-        self.num_tokens += 1
 
     def truncate_output(self, num_output_tokens: int) -> None:
         """Forget output tokens beyond so many: a step that was cut short samples them again."""

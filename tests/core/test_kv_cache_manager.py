@@ -19,6 +19,12 @@ def make_manager(num_blocks: int = 9, max_model_len: int = 64, **settings) -> KV
     return KVCacheManager(CacheConfig(num_blocks, **{"block_size": 4, **settings}), max_model_len)
 
 
+def grow(request: Request) -> None:
+    """One more token was sampled."""
+    request.all_token_ids.append(7)
+    request.num_tokens += 1
+
+
 def make_request(name: str, num_tokens: int, first: int = 0) -> Request:
     """Prompts that begin with the same token have their prefix in common."""
     return Request(name, range(first, first + num_tokens), SamplingParams(max_tokens=50))
@@ -100,7 +106,7 @@ class TestAllocation:
         admit(manager, request)
         new = []
         for _ in range(6):
-            request.append_output_token_id(7)
+            grow(request)
             new.append(compute(manager, request))
         assert new == [[], [2], [], [], [], [3]]
 
@@ -139,7 +145,7 @@ class TestRefusal:
         manager = make_manager(num_blocks=3)
         request = make_request("a", 8)
         admit(manager, request)
-        request.append_output_token_id(7)
+        grow(request)
         before = state(manager)
         assert compute(manager, request) is None
         assert state(manager) == before
@@ -169,7 +175,7 @@ class TestPublishing:
         published = []
         for _ in range(3):
             published.append(manager.num_published["a"])
-            request.append_output_token_id(7)
+            grow(request)
             compute(manager, request)
         assert published == [1, 1, 2]
 
@@ -194,7 +200,7 @@ def test_needs_slots_says_when_allocate_slots_has_something_to_do(seed):
     admit(manager, request, num_new=rng.randint(1, request.num_tokens))
     while request.num_tokens < 60:
         if request.num_computed_tokens == request.num_tokens:
-            request.append_output_token_id(7)
+            grow(request)
         num_new = rng.randint(1, min(3, request.num_tokens - request.num_computed_tokens))
         needed = manager.needs_slots(request.num_computed_tokens, num_new)
         before = state(manager)

@@ -115,7 +115,7 @@ class LLMEngine:
         parent = ParentRequest(request_id, text, requests, self.output_processor.tokenizer, output_kind)
         with self._registering:
             self.output_processor.add(parent)
-        self._inbox.append(("add", [parent]))
+            self._inbox.append(("add", [parent]))
         self._apply_inbox()
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
@@ -214,11 +214,12 @@ class LLMEngine:
                 if not self._intact:
                     self._start_over()
                 self._intact = False
-                if self._inbox:
-                    self._empty_inbox()
-                if len(self.output_processor.states) != len(self.scheduler.requests):  # a call was cut short in between
-                    self._start_over()
-                    self._intact = False
+                with self._registering:  # nobody is between the two halves of being added
+                    if self._inbox:
+                        self._empty_inbox()
+                    if len(self.output_processor.states) != len(self.scheduler.requests):  # but somebody was cut short
+                        self._start_over()
+                        self._intact = False
                 result = change()
                 if self._inbox:
                     self._empty_inbox()

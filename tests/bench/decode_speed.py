@@ -11,8 +11,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from timing import measure, parse_args
 
@@ -21,6 +19,8 @@ from minivllm import LLM, SamplingParams
 
 def main() -> None:
     args = parse_args(__doc__)
+    import torch  # after minivllm, which sets how its threads wait
+
     torch.set_num_threads(args.threads)
     length, num_requests = args.prompt + args.output, max(args.batch)
     llm = LLM(args.model, max_model_len=length, max_num_seqs=num_requests, max_log_steps=1)

@@ -22,6 +22,15 @@ def is_finite(value: object) -> TypeGuard[float]:
         return False
 
 
+def is_unicode(text: str) -> bool:
+    """Whether `text` can be encoded: a lone surrogate, which JSON can spell, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def require_int(name: str, value: object, minimum: int) -> None:
     """Raise ValueError unless `value` is a whole number of at least `minimum`."""
     if not is_whole(value) or value < minimum:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from minivllm.checks import is_finite, is_whole
+from minivllm.checks import is_finite, is_unicode, is_whole
 from minivllm.config import SchedulerConfig
 from minivllm.model_config import GenerationConfig
 from minivllm.request import Request
@@ -103,7 +103,7 @@ class InputProcessor:
                     f"got {sorted(map(str, prompt))}."
                 )
             salt = prompt.get("cache_salt")
-            if salt is not None and not (isinstance(salt, str) and salt and _is_unicode(salt)):
+            if salt is not None and not (isinstance(salt, str) and salt and is_unicode(salt)):
                 raise ValueError(f"cache_salt must be a non-empty string of valid Unicode, got {salt!r}.")
             text = prompt.get("prompt")
             if text is not None and not isinstance(text, str):
@@ -188,15 +188,6 @@ class InputProcessor:
 def _no_prompt(prompt: object) -> ValueError:
     kind = type(prompt).__name__
     return ValueError(f"a prompt is text, a list of token ids, or a dict of either; got {kind}.")
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether `text` can be encoded: a lone surrogate cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _as_token_id(value: Any, vocab_size: int) -> int:

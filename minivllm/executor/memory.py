@@ -55,7 +55,7 @@ def _try_mps() -> str | None:
 
 def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block of all layers, by the book's formula."""
-    return int(sizing.kv_bytes_per_block(config.spec, block_size, str(dtype).removeprefix("torch.")))
+    return int(sizing.kv_bytes_per_block(config.spec, block_size, str(dtype)))
 
 
 def batch_limits(device: torch.device) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import tokenizers
 
+from minivllm.checks import is_unicode
 from minivllm.files import (
     MAX_TABLE_BYTES,
     is_file,
@@ -67,7 +68,7 @@ class Tokenizer:
                 if name.endswith("_token") and isinstance(text, str):
                     special_tokens[name] = text
         for name, text in special_tokens.items():
-            if not _is_unicode(text):
+            if not is_unicode(text):
                 raise ValueError(f"{folder / 'tokenizer_config.json'} or special_tokens_map.json: {name!r} is {text!r}")
         template_file = folder / "chat_template.jinja"
         template = read_text(template_file) if is_file(template_file) else config.get("chat_template")
@@ -157,15 +158,6 @@ class Tokenizer:
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self._backend.token_to_id(text)
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether `text` can be encoded: JSON can spell lone surrogates, which cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def is_panic(error: BaseException) -> bool:

@@ -117,6 +117,6 @@ def fuse(model: nn.Module) -> None:
         layer.self_attn, layer.mlp = FusedAttention(layer.self_attn), FusedMLP(layer.mlp)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, RMSNorm):
+            if type(child) is RMSNorm:  # a subclass may do more
                 setattr(parent, name, HypotNorm(child))
     model.model.rotary_emb = RolledRotary(model.model.rotary_emb)  # type: ignore[assignment]  # in its place

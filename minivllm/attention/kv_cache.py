@@ -73,3 +73,9 @@ class KVCache:
 
     def __getitem__(self, layer: int) -> LayerKVCache:
         return self.layers[layer]
+
+    def copy_blocks(self, source: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks of another cache, on whatever device, into this one: (its block, ours) each, all layers."""
+        theirs, ours = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+        blocks = source.pages.index_select(2, theirs.to(source.pages.device))
+        self.pages.index_copy_(2, ours.to(self.pages.device), blocks.to(self.pages.device))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+from minivllm.core.block_tier import BlockTier
+
 
 class KVCacheBlock:
     """One physical block: an index into the KV cache tensor, and its bookkeeping."""
@@ -107,9 +109,16 @@ class BlockPool:
     A freed block keeps its hash, and so can still be hit, until it is handed out again.
     """
 
-    def __init__(self, num_blocks: int, free_blocks: MakeFreeBlocks = FreeKVCacheBlockQueue) -> None:
-        """`free_blocks` makes the eviction order."""
+    def __init__(
+        self,
+        num_blocks: int,
+        free_blocks: MakeFreeBlocks = FreeKVCacheBlockQueue,
+        tier: BlockTier | None = None,
+    ) -> None:
+        """`free_blocks` makes the eviction order; `tier` is asked to keep what is evicted."""
         self._make_free_blocks = free_blocks
+        self.tier = tier
+        self.stores: list[tuple[int, int]] = []  # (block, slot of the tier) that the next step must copy
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
         # Block 0 is never handed out: padded block tables and unused slots can point at it without harm.
         self.null_block = self.blocks[0]
@@ -146,10 +155,18 @@ class BlockPool:
         for _ in range(num_blocks):
             block = self.free_queue.popleft()
             if block.block_hash is not None:
+                if self.tier is not None:
+                    self._store(block, block.block_hash, self.tier)
                 self.evict(block)
             block.ref_cnt = 1
             new_blocks.append(block)
         return new_blocks
+
+    def _store(self, block: KVCacheBlock, block_hash: bytes, tier: BlockTier) -> None:
+        if len(self.cached_blocks[block_hash]) == 1:  # else another block still caches the same
+            slot = tier.store(block_hash)
+            if slot is not None:
+                self.stores.append((block.block_id, slot))
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Add one reference to each block of a hit; those that were free leave the queue."""
@@ -178,8 +195,10 @@ class BlockPool:
         self.cached_blocks.setdefault(block_hash, {})[block] = None
 
     def confirm_filled(self) -> None:
-        """The step is done: what was published for it holds what its hash says."""
+        """The step is done: what was published for it holds what its hash says, and what it had to copy is copied."""
         self.unfilled.clear()
+        if self.tier is not None:
+            self.tier.complete_step()
 
     def evict(self, block: KVCacheBlock) -> None:
         """Take a block out of the hash map; its table entries, if any, stay."""
@@ -197,10 +216,16 @@ class BlockPool:
         self.cached_blocks.clear()
         for block in self.blocks:
             block.block_hash = None
+        if self.tier is not None:
+            self.tier.clear()
         return True
 
     def start_over(self) -> None:
-        """Free all blocks, whatever state they are in; those that cache what was computed keep it."""
+        """Free all blocks, whatever state they are in; those that cache what was computed keep it. A second tier does
+        not: nobody knows which copies were made."""
+        if self.tier is not None:
+            self.tier.clear()
+        self.stores = []
         for block in self.unfilled:
             block.block_hash = None
         self.cached_blocks = {}

@@ -21,6 +21,7 @@ class StepEvent:
     `hits[id]` tokens came from the prefix cache), otherwise the additions. Requests that needed none are absent.
     finished: requests that ended in this step (all of them if its forward pass failed). aborted: those that were
     ended between the step before and this one; their blocks were free before this step was scheduled.
+    stores, loads: (block, slot) and (slot, block) copied to and from a second tier before the forward pass.
     num_*: counts right after scheduling.
     """
 
@@ -37,6 +38,8 @@ class StepEvent:
     num_free_blocks: int
     num_running: int
     num_waiting: int
+    stores: Sequence[tuple[int, int]] = ()
+    loads: Sequence[tuple[int, int]] = ()
 
 
 class EventLog:
@@ -84,6 +87,8 @@ class EventLog:
                 "preempted": len(event.preempted),
                 "finished": len(event.finished),
                 "aborted": len(event.aborted),
+                "stored_blocks": len(event.stores),
+                "loaded_blocks": len(event.loads),
                 "free_blocks": event.num_free_blocks,
                 "running": event.num_running,
                 "waiting": event.num_waiting,

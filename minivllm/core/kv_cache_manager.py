@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from minivllm.config import CacheConfig
 from minivllm.core.block_hash import extend_block_hashes
 from minivllm.core.block_pool import BlockPool, FreeKVCacheBlockQueue, KVCacheBlock, MakeFreeBlocks
+from minivllm.core.block_tier import BlockTier
 from minivllm.request import Request
 from minivllm.units import cdiv
 
@@ -24,11 +25,13 @@ class PrefixCacheStats:
     requests: int = 0
     queries: int = 0
     hits: int = 0
+    loaded: int = 0  # of all hits, those from the second tier
     preempted_requests: int = 0
     preempted_queries: int = 0
     preempted_hits: int = 0
 
-    def record(self, request: Request, num_hits: int) -> None:
+    def record(self, request: Request, num_hits: int, num_loaded: int = 0) -> None:
+        self.loaded += num_loaded
         if request.num_preemptions > 0:
             self.preempted_requests += 1
             self.preempted_queries += request.num_tokens
@@ -47,15 +50,18 @@ class KVCacheManager:
         config: CacheConfig,
         max_model_len: int,
         free_blocks: MakeFreeBlocks = FreeKVCacheBlockQueue,
+        tier: BlockTier | None = None,
     ) -> None:
-        """`free_blocks` makes the eviction order of the pool."""
+        """`free_blocks` makes the eviction order of the pool; `tier`, if any, keeps what the pool forgets."""
         self.config = config
         self.block_size = config.block_size
         self._last_offset = config.block_size - 1
         self.enable_caching = config.enable_prefix_caching
         self.max_model_len = max_model_len
         self.watermark_blocks = int(config.watermark * config.num_blocks)
-        self.block_pool = BlockPool(config.num_blocks, free_blocks)
+        self.block_pool = BlockPool(config.num_blocks, free_blocks, tier)
+        self.tier = tier
+        self.loads: list[tuple[int, int]] = []  # (slot of the tier, block) that the next step must copy
         self.block_tables: dict[str, list[KVCacheBlock]] = {}
         # How many leading blocks of each table are published (or were hits). Published blocks are never re-hashed.
         self.num_published: dict[str, int] = {}
@@ -89,6 +95,12 @@ class KVCacheManager:
             hits.append(block)
         return hits
 
+    def num_loadable_blocks(self, request: Request, num_hits: int) -> int:
+        """How many more blocks the second tier holds, after the `num_hits` of `get_computed_blocks`."""
+        if self.tier is None or not self.lookup_enabled(request):
+            return 0
+        return self.tier.lookup(request.block_hashes[num_hits : (request.num_tokens - 1) // self.block_size])
+
     def needs_slots(self, num_computed_tokens: int, num_new_tokens: int) -> bool:
         """Whether a running request's next tokens need `allocate_slots`: not for one token inside a block, neither
         its first nor its last, since there is no block to add and none to publish."""
@@ -100,22 +112,24 @@ class KVCacheManager:
         num_new_tokens: int,
         hits: Sequence[KVCacheBlock] = NO_BLOCKS,
         *,
+        num_loads: int = 0,
         admission: bool = False,
         reserve_full_sequence: bool = False,
         watermark: bool = False,
     ) -> Sequence[KVCacheBlock] | None:
-        """Give `request` blocks for `num_new_tokens` more tokens, after the cached blocks `hits`.
+        """Give `request` blocks for `num_new_tokens` more tokens, after the cached blocks `hits` and `num_loads` that
+        come from the second tier.
 
         Returns the new blocks, or None, with nothing changed, if the pool is short. Blocks that become full are
         published for other requests at once, before the forward pass that fills them: a request admitted later in
         the same step can hit them, so the pass must write K/V before it reads any.
 
-        admission: a waiting request enters (`hits` and the two flags only count then);
+        admission: a waiting request enters (hits, loads and the two flags only count then);
         reserve_full_sequence: the request's whole present length must fit, not only this chunk;
         watermark: leave that many blocks free.
         """
         block_size, pool = self.block_size, self.block_pool
-        num_tokens = request.num_computed_tokens + len(hits) * block_size + num_new_tokens
+        num_tokens = request.num_computed_tokens + (len(hits) + num_loads) * block_size + num_new_tokens
         num_slots = num_tokens if num_tokens < self.max_model_len else self.max_model_len
         request_id = request.request_id
         if admission:
@@ -129,8 +143,10 @@ class KVCacheManager:
                 return None
             pool.touch(hits)
             table.extend(hits)
+            if num_loads:
+                table.extend(self._load(request.block_hashes[len(hits) : len(hits) + num_loads]))
             self.block_tables[request_id] = table
-            self.num_published[request_id] = len(hits)
+            self.num_published[request_id] = len(table)
         else:
             table = self.block_tables[request_id]
 
@@ -147,6 +163,22 @@ class KVCacheManager:
             if num_full > self.num_published[request_id]:
                 self._publish(request, table, num_full)
         return new_blocks
+
+    def _load(self, block_hashes: Sequence[bytes]) -> list[KVCacheBlock]:
+        """New blocks that the next step fills from the second tier, published as those that it computes are."""
+        assert self.tier is not None  # it said that it holds them
+        slots = self.tier.load(block_hashes)  # first: what the new blocks cached may be stored there
+        blocks = self.block_pool.get_new_blocks(len(slots))
+        for block, block_hash, slot in zip(blocks, block_hashes, slots, strict=True):
+            self.block_pool.publish(block, block_hash)
+            self.loads.append((slot, block.block_id))
+        return blocks
+
+    def take_transfers(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(stores, loads) since the last call: (block, slot of the tier) to copy, then (slot, block)."""
+        stores, loads = self.block_pool.stores, self.loads
+        self.block_pool.stores, self.loads = [], []
+        return stores, loads
 
     def _publish(self, request: Request, table: list[KVCacheBlock], num_full: int) -> None:
         extend_block_hashes(request, self.block_size)
@@ -179,7 +211,7 @@ class KVCacheManager:
 
     def start_over(self) -> None:
         """Nobody holds a block any more, whatever state tables and pool are in."""
-        self.block_tables, self.num_published = {}, {}
+        self.block_tables, self.num_published, self.loads = {}, {}, []
         self.block_pool.start_over()
 
     def reset_prefix_cache(self) -> bool:

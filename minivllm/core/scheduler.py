@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.block_pool import FreeKVCacheBlockQueue, MakeFreeBlocks
+from minivllm.core.block_tier import BlockTier
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.request_queue import create_request_queue
 from minivllm.core.scheduler_output import NewRequestData, SchedulerOutput
@@ -24,11 +25,12 @@ class Scheduler:
         config: SchedulerConfig,
         cache_config: CacheConfig,
         free_blocks: MakeFreeBlocks = FreeKVCacheBlockQueue,
+        tier: BlockTier | None = None,
     ) -> None:
-        """`free_blocks` makes the eviction order of the pool."""
+        """`free_blocks` makes the eviction order of the pool; `tier`, if any, keeps what the pool forgets."""
         self.config = config
         self.max_model_len = config.max_model_len
-        self.kv_cache_manager = KVCacheManager(cache_config, config.max_model_len, free_blocks)
+        self.kv_cache_manager = KVCacheManager(cache_config, config.max_model_len, free_blocks, tier)
         self.requests: dict[str, Request] = {}
         self.waiting = create_request_queue(config.policy)
         self.running: list[Request] = []
@@ -101,6 +103,8 @@ class Scheduler:
             self._schedule_waiting(output, budget)
         output.preempted_req_ids += self._preempted_req_ids
         self._preempted_req_ids = []
+        if self.kv_cache_manager.tier is not None:
+            output.stores, output.loads = self.kv_cache_manager.take_transfers()
         output.num_free_blocks = self.kv_cache_manager.block_pool.num_free_blocks
         output.num_running = len(self.running)
         output.num_waiting = len(self.waiting)
@@ -157,7 +161,8 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < config.max_num_seqs:
             request = self.waiting.peek()
             hits = kv.get_computed_blocks(request)
-            num_hit_tokens = len(hits) * kv.block_size
+            num_loads = 0 if kv.tier is None else kv.num_loadable_blocks(request, len(hits))
+            num_hit_tokens = (len(hits) + num_loads) * kv.block_size
             num_new = request.num_tokens - num_hit_tokens
             if 0 < config.long_prefill_token_threshold < num_new:
                 num_new = config.long_prefill_token_threshold
@@ -170,6 +175,7 @@ class Scheduler:
                 request,
                 num_new,
                 hits,
+                num_loads=num_loads,
                 admission=True,
                 reserve_full_sequence=config.scheduler_reserve_full_isl,
                 watermark=bool(self.running),
@@ -179,7 +185,7 @@ class Scheduler:
 
             self.waiting.pop()
             if kv.lookup_enabled(request):
-                kv.prefix_cache_stats.record(request, num_hit_tokens)
+                kv.prefix_cache_stats.record(request, num_hit_tokens, num_loads * kv.block_size)
             if request.num_cached_tokens < 0:
                 request.num_cached_tokens = num_hit_tokens
             if request.status == RequestStatus.WAITING:  # otherwise it was preempted, and the executor knows it

@@ -25,7 +25,8 @@ class SchedulerOutput:
     `num_scheduled_tokens` (request id -> tokens to compute, in scheduling order) is the step itself. Tokens
     `num_computed_tokens[id]` and on of a request are computed; those before are in the cache already.
     `new_block_ids` holds the whole table of a request that is admitted in this step (its first `num_hit_tokens[id]`
-    tokens are hits of the prefix cache), and only the additions of one that was running.
+    tokens are hits of the prefix cache, or loaded), and only the additions of one that was running.
+    With a second tier: `stores` are copied first, then `loads`, then the pass runs.
     """
 
     step: int
@@ -37,6 +38,8 @@ class SchedulerOutput:
     preempted_req_ids: list[str] = field(default_factory=list)  # in this step, or by a reset before it
     # Ended since the step before: an executor can forget them. Comes before new_requests: an id may be used again.
     finished_req_ids: list[str] = field(default_factory=list)
+    stores: list[tuple[int, int]] = field(default_factory=list)  # (block, slot of the second tier)
+    loads: list[tuple[int, int]] = field(default_factory=list)  # (slot, block)
     # An earlier step was cut short. An executor forgets everybody; whoever goes on is in new_requests again.
     start_over: bool = False
     # Counts right after scheduling, for the event log.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.checks import check_seed, is_finite, require_bool, require_int
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.block_pool import FreeKVCacheBlockQueue, MakeFreeBlocks
+from minivllm.core.block_tier import BlockTier
 from minivllm.core.events import EventLog
 from minivllm.core.scheduler import Scheduler
 from minivllm.cpu import CPUKernels
@@ -132,6 +133,7 @@ def build_engine(
     executor: Executor | None = None,
     vocab_size: int | None = None,
     free_blocks: MakeFreeBlocks = FreeKVCacheBlockQueue,
+    tier: BlockTier | None = None,
     clock: Callable[[], float] = time.monotonic,
     **text: Any,
 ) -> LLMEngine:
@@ -139,14 +141,17 @@ def build_engine(
 
     `loaded` is run instead of `args.model`. `executor` runs instead of any model (a simulated GPU, a recorded trace):
     then `args` must say max_model_len and num_gpu_blocks_override, and torch is not needed. `free_blocks` makes the
-    eviction order. `text`: tokenizer and generation_config, for an engine without a `loaded` model.
+    eviction order; `tier` keeps what is evicted, in host memory where a model runs here. `text`: tokenizer and
+    generation_config, for an engine without a `loaded` model.
     """
     if executor is None:
         from minivllm.executor.build import build_torch_executor
 
         if loaded is None:
             loaded = _load(args)
-        executor, scheduler_config, cache_config = build_torch_executor(args, loaded)
+        executor, scheduler_config, cache_config = build_torch_executor(
+            args, loaded, 0 if tier is None else tier.num_slots
+        )
         vocab_size = loaded.config.vocab_size
         text = {"tokenizer": loaded.tokenizer, "generation_config": loaded.generation_config, **text}
     else:
@@ -155,7 +160,7 @@ def build_engine(
         scheduler_config = args.scheduler_config(args.max_model_len)
         cache_config = args.cache_config(args.num_gpu_blocks_override)
     return LLMEngine(
-        Scheduler(scheduler_config, cache_config, free_blocks),
+        Scheduler(scheduler_config, cache_config, free_blocks, tier),
         executor,
         vocab_size=vocab_size,
         seed=args.seed,

@@ -106,6 +106,8 @@ class EngineCore:
                 num_free_blocks=output.num_free_blocks,
                 num_running=output.num_running,
                 num_waiting=output.num_waiting,
+                stores=output.stores,
+                loads=output.loads,
             )
         )
         self._aborted = []

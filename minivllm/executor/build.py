@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from minivllm.loading.weights import LoadedModel
 
 
-def build_torch_executor(args: EngineArgs, loaded: LoadedModel) -> tuple[TorchExecutor, SchedulerConfig, CacheConfig]:
+def build_torch_executor(
+    args: EngineArgs, loaded: LoadedModel, num_tier_slots: int = 0
+) -> tuple[TorchExecutor, SchedulerConfig, CacheConfig]:
     """The executor for `loaded`, whose model it takes over, with the configs of a scheduler that feeds it.
 
+    `num_tier_slots`: blocks of a second tier, in host memory.
     ValueError if the settings do not fit the model, or the machine.
     """
     kernels = args.cpu_kernels if isinstance(args.cpu_kernels, CPUKernels) else CPUKernels.all(args.cpu_kernels)
@@ -32,10 +35,16 @@ def build_torch_executor(args: EngineArgs, loaded: LoadedModel) -> tuple[TorchEx
     cache_config = args.cache_config(_choose_num_blocks(args, loaded, scheduler_config, device, dtype))
     cache_config.check_one_request_fits(max_model_len)
     num_blocks, block_size = cache_config.num_blocks, args.block_size
-    memory.check_pool_fits_memory(num_blocks, memory.kv_bytes_per_block(loaded.config, block_size, dtype), device)
+    bytes_per_block = memory.kv_bytes_per_block(loaded.config, block_size, dtype)
+    memory.check_pool_fits_memory(num_blocks, bytes_per_block, device)
     zeros = {"zeros": host_memory.zeros} if kernels.mapped_memory else {}
     kv_cache = KVCache(loaded.config, num_blocks, block_size, dtype, device, **zeros)
-    return TorchExecutor(model, kv_cache, attention, max_model_len), scheduler_config, cache_config
+    tier = None
+    if num_tier_slots:
+        host = torch.device("cpu")
+        memory.check_pool_fits_memory(num_tier_slots, bytes_per_block, host)
+        tier = KVCache(loaded.config, num_tier_slots, block_size, dtype, host, **zeros)
+    return TorchExecutor(model, kv_cache, attention, max_model_len, tier), scheduler_config, cache_config
 
 
 def _check_model_len(loaded: LoadedModel, max_model_len: int | None) -> int:

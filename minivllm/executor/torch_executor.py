@@ -45,14 +45,23 @@ class CachedRequestState:
 class TorchExecutor:
     """Owns the weights, the KV cache, and the tokens and block table of each request.
 
+    `tier` holds the pages of a second tier, one block a slot.
     on_step: a hook, `on_step(scheduler_output, metadata)` before each forward pass.
     on_logits: a hook, `on_logits(request, first_position, logits [n, V])`; while it is set, logits are computed for
     every token of every step.
     """
 
-    def __init__(self, model: CausalLM, kv_cache: KVCache, attention: AttentionBackend, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_cache: KVCache,
+        attention: AttentionBackend,
+        max_model_len: int,
+        tier: KVCache | None = None,
+    ) -> None:
         self.model = model
         self.kv_cache = kv_cache
+        self.tier = tier
         self.attention = attention
         self.block_size = kv_cache[0].block_size
         self.device = kv_cache[0].device
@@ -66,6 +75,8 @@ class TorchExecutor:
     def execute(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """One forward pass over everything that was scheduled, then one sampled token per finished prompt."""
         self._update_states(scheduler_output)
+        if scheduler_output.stores or scheduler_output.loads:
+            self._transfer(scheduler_output)
         if not scheduler_output.num_scheduled_tokens:
             return ModelOutput([])
         token_ids, positions, metadata = self._prepare(scheduler_output)
@@ -106,6 +117,13 @@ class TorchExecutor:
             end = request.num_blocks + len(block_ids)
             request.block_table[request.num_blocks : end] = block_ids
             request.num_blocks = end
+
+    def _transfer(self, scheduler_output: SchedulerOutput) -> None:
+        assert self.tier is not None, "the scheduler has a second tier, and this executor has none"
+        if scheduler_output.stores:
+            self.tier.copy_blocks(self.kv_cache, scheduler_output.stores)
+        if scheduler_output.loads:
+            self.kv_cache.copy_blocks(self.tier, scheduler_output.loads)
 
     def _prepare(self, scheduler_output: SchedulerOutput) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """token_ids [T], positions [T] and the attention metadata of a step."""

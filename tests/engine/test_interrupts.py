@@ -15,10 +15,10 @@ import threading
 import time
 
 import pytest
-from helpers.executors import TokenExecutor
+from helpers.executors import FillingExecutor
 
+from minivllm.core.block_tier import LRUTier
 from minivllm.engine.args import EngineArgs, build_engine
-from minivllm.executor.base import ModelOutput
 from minivllm.sampling_params import SamplingParams
 
 PROMPT, TOKENS = list(range(20, 40)), 6
@@ -28,45 +28,11 @@ def tokens_of(request_id: str, j: int) -> int:
     return 100 + 7 * j + len(request_id)
 
 
-def make_engine(**settings):
+def make_engine(tier=None, **settings):
+    """With a second tier the pool is so small that blocks go there and come back."""
     settings = {"block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 16, **settings}
-    args = EngineArgs(max_model_len=64, num_gpu_blocks_override=24, **settings)
-    return build_engine(args, executor=FillingExecutor(), vocab_size=1000)
-
-
-class FillingExecutor(TokenExecutor):
-    """Keeps what a model would have in its cache: the token of each slot. A hit on a block that was never filled, or
-    with other tokens, is an error."""
-
-    def __init__(self) -> None:
-        super().__init__(tokens_of)
-        self.tokens: dict[str, list[int]] = {}
-        self.tables: dict[str, list[int]] = {}
-        self.slots: dict[int, int] = {}
-        self.wrong: list[str] = []
-
-    def execute(self, output):
-        for request in output.new_requests:
-            self.tokens[request.request_id] = list(request.token_ids)
-        for request_id, block_ids in output.new_block_ids.items():
-            if request_id in output.num_hit_tokens:
-                self.tables[request_id] = []
-            self.tables[request_id] += block_ids
-        sampled = self.sample(output)
-        chunks = []
-        for request_id, num_scheduled in output.num_scheduled_tokens.items():
-            start, table = output.num_computed_tokens[request_id], self.tables[request_id]
-            tokens = self.tokens[request_id]
-            chunks.append((request_id, start + num_scheduled))
-            for i in range(start, start + num_scheduled):  # all are written before any is read
-                self.slots[4 * table[i // 4] + i % 4] = tokens[i]
-        for request_id, end in chunks:
-            table, tokens = self.tables[request_id], self.tokens[request_id]
-            if [self.slots.get(4 * table[i // 4] + i % 4) for i in range(end)] != tokens[:end]:
-                self.wrong.append(request_id)
-        for request_id, new in zip(output.num_scheduled_tokens, sampled, strict=True):
-            self.tokens[request_id] += new
-        return ModelOutput(sampled)
+    args = EngineArgs(max_model_len=32, num_gpu_blocks_override=24 if tier is None else 14, **settings)
+    return build_engine(args, executor=FillingExecutor(tokens_of, block_size=4), vocab_size=1000, tier=tier)
 
 
 # A generator that is thrown away while an interrupt comes: Python says that it was ignored, and it was.
@@ -114,9 +80,9 @@ def check(engine, outputs: dict, request_ids) -> None:
     assert not engine.scheduler.requests and not engine.output_processor.states
 
 
-def session(interrupter: Interrupter | None) -> int:
+def session(interrupter: Interrupter | None, tier_slots: int = 0) -> int:
     """Others' requests wait or run; mine come, step, and abort one, under interrupts. Number of calls."""
-    engine = make_engine()
+    engine = make_engine(LRUTier(tier_slots) if tier_slots else None)
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     outputs, added = {}, ["other", "late"]
     engine.add_request("other", PROMPT, params)
@@ -152,6 +118,11 @@ def test_one_interrupt_at_every_call():
     assert total > 500
     for k in range(1, total + 1):
         session(Interrupter(k))
+
+
+def test_one_interrupt_at_every_call_with_a_second_tier():
+    for k in range(1, session(None, tier_slots=6) + 1, 2):
+        session(Interrupter(k), tier_slots=6)
 
 
 @pytest.mark.parametrize("distances", [(1,), (2,), (5,), (1, 1), (3, 7), (40,)])

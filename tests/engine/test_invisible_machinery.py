@@ -1,4 +1,4 @@
-"""Paging, block size, caching, chunking, batching, preemption and backend never change what a request gets.
+"""Paging, block size, caching, a second tier, chunking, batching, preemption and backend never change what anyone gets.
 
 Compared as logits at every computed position: on random weights an argmax hides errors of a few percent.
 """
@@ -42,6 +42,7 @@ def workloads(draw):
         "enable_chunked_prefill": chunked,
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 5, 16])),
         "enable_prefix_caching": draw(st.sampled_from([True, True, False])),
+        "tier_slots": draw(st.sampled_from([0, 3, 40])),
         "watermark": draw(st.sampled_from([0.0, 0.0, 0.1])),
         "scheduling_policy": policy,
         "attention_backend": draw(st.sampled_from(["fast", "fast", "fast", "blockwise", "reference"])),
@@ -112,6 +113,7 @@ def _run_workload(family: str, form: dict, config: dict, requests: list[dict]) -
     kinds = {
         "preemption": any(event.preempted for event in engine.event_log),
         "prefix hit": any(hits for event in log for hits in event.hits.values()),
+        "load": any(event.loads for event in log),
         "prefill beside decode": any(1 in e.scheduled.values() and max(e.scheduled.values()) > 1 for e in log),
         "chunked prompt": any(event.computed[r] < prompt_len[r] for event in log for r in event.scheduled),
         "abort": bool(aborted),
@@ -133,7 +135,8 @@ def test_random_workloads():
     # A generator that no longer produced preemptions or hits would let everything pass for nothing.
     assert seen["workloads"] >= 300
     assert all(
-        seen[kind] >= 30 for kind in ("preemption", "prefix hit", "prefill beside decode", "chunked prompt", "abort")
+        seen[kind] >= 30
+        for kind in ("preemption", "prefix hit", "load", "prefill beside decode", "chunked prompt", "abort")
     ), seen
 
 
@@ -162,6 +165,22 @@ class TestEachPieceAlone:
     def test_block_size(self, block_size):
         _, tokens = self.run(block_size=block_size, num_blocks=200 // block_size + 8)
         assert tokens == self.run()[1]
+
+    def test_second_tier(self):
+        """The pool holds little more than one prompt at a time; what it forgets comes back."""
+        model, model_config = MODELS["llama"]
+        engine = make_engine(
+            model, model_config, max_model_len=MAX_MODEL_LEN, num_blocks=18, block_size=4, tier_slots=40
+        )
+        recorder = LogitsRecorder(engine)
+        tokens = []
+        for i, prompt in enumerate([self.prompts[0], [(7 * j) % VOCAB for j in range(50)], self.prompts[0]]):
+            engine.add_request(str(i), prompt, SamplingParams(max_tokens=9, temperature=0))
+            tokens.append(run_to_the_end(engine)[str(i)].outputs[0].token_ids)
+        assert engine.event_log[-9].hits == {"2": 36}  # nine blocks: two are still in the pool
+        assert sum(len(event.loads) for event in engine.event_log) == 7
+        assert tokens[2] == tokens[0]
+        assert recorder.largest_error(model) < TOLERANCE
 
     def test_chunked_prefill(self):
         engine, tokens = self.run(max_num_batched_tokens=8, max_num_seqs=3)

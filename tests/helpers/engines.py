@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import torch
 
+from minivllm.core.block_tier import LRUTier
 from minivllm.cpu import CPUKernels
 from minivllm.engine.args import EngineArgs, build_engine
 from minivllm.engine.llm_engine import LLMEngine
@@ -51,7 +52,7 @@ def random_model(family: str = "llama", seed: int = 0, max_len: int = 256) -> tu
     return model.eval().requires_grad_(False), config
 
 
-def make_engine(model, config, *, num_blocks, block_size, **settings) -> LLMEngine:
+def make_engine(model, config, *, num_blocks, block_size, tier_slots=0, **settings) -> LLMEngine:
     """An engine over `model`, as it is: no layer is replaced. `settings` are those of EngineArgs."""
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, **settings}
     if settings.get("enable_chunked_prefill", True) is False:
@@ -59,7 +60,7 @@ def make_engine(model, config, *, num_blocks, block_size, **settings) -> LLMEngi
     as_it_is = CPUKernels(fused=False, packed_linear=False, traced=False)
     args = EngineArgs(num_gpu_blocks_override=num_blocks, block_size=block_size, cpu_kernels=as_it_is, **settings)
     loaded = LoadedModel(config.model_type, model, config, None, GenerationConfig(config.eos_token_ids))
-    return build_engine(args, loaded=loaded)
+    return build_engine(args, loaded=loaded, tier=LRUTier(tier_slots) if tier_slots else None)
 
 
 def plain_logits(model, token_ids: list[int]) -> torch.Tensor:

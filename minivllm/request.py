@@ -42,11 +42,13 @@ class Request:
         "end_token_ids",
         "eos_token_id",
         "lora_name",
+        "max_num_tokens",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_ready_tokens",
         "num_tokens",
         "priority",
         "request_id",
@@ -86,6 +88,10 @@ class Request:
         self.num_prompt_tokens = len(self.all_token_ids)
         self.num_tokens = self.num_prompt_tokens  # a plain field: the scheduler reads it at every step
         self.num_computed_tokens = 0
+        # Set by the scheduler: prompt and output together can become as long as this.
+        self.max_num_tokens = 0
+        # Set by the KV manager: up to so many computed tokens, the request needs nothing from it.
+        self.num_ready_tokens = 0
         self.block_hashes: list[bytes] = []
         self.num_cached_tokens = -1  # prefix-cache hits at the first admission; -1 until then
 

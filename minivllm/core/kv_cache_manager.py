@@ -55,7 +55,6 @@ class KVCacheManager:
         """`free_blocks` makes the eviction order of the pool; `tier`, if any, keeps what the pool forgets."""
         self.config = config
         self.block_size = config.block_size
-        self._last_offset = config.block_size - 1
         self.enable_caching = config.enable_prefix_caching
         self.max_model_len = max_model_len
         self.watermark_blocks = int(config.watermark * config.num_blocks)
@@ -101,11 +100,6 @@ class KVCacheManager:
             return 0
         return self.tier.lookup(request.block_hashes[num_hits : (request.num_tokens - 1) // self.block_size])
 
-    def needs_slots(self, num_computed_tokens: int, num_new_tokens: int) -> bool:
-        """Whether a running request's next tokens need `allocate_slots`: not for one token inside a block, neither
-        its first nor its last, since there is no block to add and none to publish."""
-        return num_new_tokens > 1 or not 0 < num_computed_tokens % self.block_size < self._last_offset
-
     def allocate_slots(
         self,
         request: Request,
@@ -127,6 +121,8 @@ class KVCacheManager:
         admission: a waiting request enters (hits, loads and the two flags only count then);
         reserve_full_sequence: the request's whole present length must fit, not only this chunk;
         watermark: leave that many blocks free.
+
+        `request.num_ready_tokens` says until when the next call can wait: there is no block to add, none to publish.
         """
         block_size, pool = self.block_size, self.block_pool
         num_tokens = request.num_computed_tokens + (len(hits) + num_loads) * block_size + num_new_tokens
@@ -158,10 +154,13 @@ class KVCacheManager:
             new_blocks = pool.get_new_blocks(num_new_blocks)
             table.extend(new_blocks)
 
+        ready = len(table) * block_size
         if self.enable_caching:
             num_full = min(num_tokens, request.num_tokens) // block_size
             if num_full > self.num_published[request_id]:
                 self._publish(request, table, num_full)
+            ready = min(ready, (num_full + 1) * block_size - 1)  # the next block becomes full
+        request.num_ready_tokens = ready
         return new_blocks
 
     def _load(self, block_hashes: Sequence[bytes]) -> list[KVCacheBlock]:

@@ -47,13 +47,20 @@ class Scheduler:
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use; give each request an id of its own.")
         self.check_fits(request)
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        request.max_num_tokens = self._longest(request)
         self.requests[request.request_id] = request
         self.waiting.add(request)
 
+    def _longest(self, request: Request) -> int:
+        max_tokens = self.max_model_len if request.max_tokens is None else request.max_tokens
+        return min(request.num_prompt_tokens + max_tokens, self.max_model_len)
+
     def check_fits(self, request: Request) -> None:
         """ValueError if the pool could not hold the request at its longest, were it alone."""
-        max_tokens = self.max_model_len if request.max_tokens is None else request.max_tokens
-        longest = min(request.num_prompt_tokens + max_tokens, self.max_model_len)
+        longest = self._longest(request)
         cache = self.kv_cache_manager.config
         needed = cache.blocks_of_request(longest)
         if needed > cache.num_usable_blocks:
@@ -115,7 +122,7 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         threshold = self.config.long_prefill_token_threshold
         last_position = self.max_model_len - 1
-        kv, needs_slots, running = self.kv_cache_manager, self.kv_cache_manager.needs_slots, self.running
+        kv, running = self.kv_cache_manager, self.running
         num_scheduled_tokens, num_computed_tokens = output.num_scheduled_tokens, output.num_computed_tokens
         index = 0
         while index < len(running) and budget > 0:
@@ -133,7 +140,7 @@ class Scheduler:
                 index += 1
                 continue
 
-            if needs_slots(num_computed, num_new):
+            if num_computed + num_new > request.num_ready_tokens:
                 new_blocks = kv.allocate_slots(request, num_new)
                 while new_blocks is None:
                     victim, victim_index = self._choose_victim()
@@ -235,13 +242,13 @@ class Scheduler:
         self.kv_cache_manager.confirm_filled()
         self._starts_over = False
         finished: list[Request] = []
-        requests, max_model_len = self.requests, self.max_model_len
+        requests = self.requests
         for request_id, token_ids in zip(output.num_scheduled_tokens, sampled, strict=True):
             for token_id in token_ids:
                 request = requests[request_id]
                 request.all_token_ids.append(token_id)  # written out: a call here is a tenth of the scheduler's cost
                 request.num_tokens += 1
-                status = check_stop(request, token_id, max_model_len)
+                status = check_stop(request, token_id)
                 if status is not None:
                     self._finish(request, status)
                     finished.append(request)
@@ -267,8 +274,7 @@ class Scheduler:
                 request.num_preemptions += 1
             request.num_computed_tokens = 0
             request.status = RequestStatus.WAITING
-            self.requests[request.request_id] = request
-            self.waiting.add(request)
+            self._queue(request)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached blocks. While requests run this refuses (False), unless they may be preempted first."""
@@ -290,14 +296,13 @@ def _new_request_data(request: Request) -> NewRequestData:
     )
 
 
-def check_stop(request: Request, token_id: int, max_model_len: int) -> RequestStatus | None:
+def check_stop(request: Request, token_id: int) -> RequestStatus | None:
     """Why `request` ends with `token_id`, or None: first EOS, then a stop token, then length."""
     if token_id == request.eos_token_id:
         return RequestStatus.FINISHED_STOPPED
     if token_id in request.stop_token_ids:
         request.stop_reason = token_id
         return RequestStatus.FINISHED_STOPPED
-    num_tokens, max_tokens = request.num_tokens, request.max_tokens
-    if num_tokens >= max_model_len or (max_tokens is not None and num_tokens - request.num_prompt_tokens >= max_tokens):
+    if request.num_tokens >= request.max_num_tokens:
         return RequestStatus.FINISHED_LENGTH_CAPPED
     return None

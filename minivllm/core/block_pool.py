@@ -123,9 +123,11 @@ class BlockPool:
         # Block 0 is never handed out: padded block tables and unused slots can point at it without harm.
         self.null_block = self.blocks[0]
         self.free_queue = free_blocks(self.blocks[1:])
+        self.cached_blocks: dict[bytes, KVCacheBlock] = {}
         # Two requests that compute the same tokens at the same time publish one hash twice. Both blocks stay (a
-        # block table never changes), and a look-up takes the first; a dict, since one in the middle may be evicted.
-        self.cached_blocks: dict[bytes, dict[KVCacheBlock, None]] = {}
+        # block table never changes), and a look-up takes the first. The others, oldest first, are here: in a dict,
+        # since one in the middle may be evicted.
+        self.duplicates: dict[bytes, dict[KVCacheBlock, None]] = {}
         # Published for the step in progress, which has yet to fill them.
         self.unfilled: list[KVCacheBlock] = []
 
@@ -143,8 +145,7 @@ class BlockPool:
         return 1.0 - self.num_free_blocks / self.num_usable_blocks
 
     def get_cached_block(self, block_hash: bytes) -> KVCacheBlock | None:
-        blocks = self.cached_blocks.get(block_hash)
-        return next(iter(blocks)) if blocks else None
+        return self.cached_blocks.get(block_hash)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take `num_blocks` from the head of the free queue; what they cached is forgotten.
@@ -163,7 +164,7 @@ class BlockPool:
         return new_blocks
 
     def _store(self, block: KVCacheBlock, block_hash: bytes, tier: BlockTier) -> None:
-        if len(self.cached_blocks[block_hash]) == 1:  # else another block still caches the same
+        if block_hash not in self.duplicates:  # else another block still caches the same
             slot = tier.store(block_hash)
             if slot is not None:
                 self.stores.append((block.block_id, slot))
@@ -192,7 +193,8 @@ class BlockPool:
         """Make a full block findable under its hash, for good only when `confirm_filled` says that it was filled."""
         self.unfilled.append(block)
         block.block_hash = block_hash
-        self.cached_blocks.setdefault(block_hash, {})[block] = None
+        if self.cached_blocks.setdefault(block_hash, block) is not block:
+            self.duplicates.setdefault(block_hash, {})[block] = None
 
     def confirm_filled(self) -> None:
         """The step is done: what was published for it holds what its hash says, and what it had to copy is copied."""
@@ -202,18 +204,25 @@ class BlockPool:
 
     def evict(self, block: KVCacheBlock) -> None:
         """Take a block out of the hash map; its table entries, if any, stay."""
-        assert block.block_hash is not None  # the callers ask first
-        blocks = self.cached_blocks[block.block_hash]
-        del blocks[block]
-        if not blocks:
-            del self.cached_blocks[block.block_hash]
+        block_hash = block.block_hash
+        assert block_hash is not None  # the callers ask first
         block.block_hash = None
+        others = self.duplicates.get(block_hash)
+        if others is None:
+            del self.cached_blocks[block_hash]
+            return
+        if self.cached_blocks[block_hash] is block:
+            block = self.cached_blocks[block_hash] = next(iter(others))
+        del others[block]
+        if not others:
+            del self.duplicates[block_hash]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all hashes. Only when no request holds a block; False, with nothing changed, otherwise."""
         if self.num_free_blocks != self.num_usable_blocks:
             return False
         self.cached_blocks.clear()
+        self.duplicates.clear()
         for block in self.blocks:
             block.block_hash = None
         if self.tier is not None:
@@ -228,11 +237,11 @@ class BlockPool:
         self.stores = []
         for block in self.unfilled:
             block.block_hash = None
-        self.cached_blocks = {}
+        self.cached_blocks, self.duplicates = {}, {}
         for block in self.blocks:
             block.ref_cnt = 0
             if block.block_hash is not None:
-                self.cached_blocks.setdefault(block.block_hash, {})[block] = None
+                self.publish(block, block.block_hash)
         self.free_queue = self._make_free_blocks([])
         usable = self.blocks[1:]
         self.free_queue.release(

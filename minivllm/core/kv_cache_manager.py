@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -236,6 +237,10 @@ class KVCacheManager:
         _require(len(set(free)) == len(free), "a block is in the free queue twice")
         _require(holders[0] == 0 and 0 not in free, "the null block was handed out or is in the free queue")
         free_set = set(free)
+        cached = defaultdict(list, {block_hash: [block] for block_hash, block in pool.cached_blocks.items()})
+        for block_hash, others in pool.duplicates.items():
+            _require(block_hash in cached and bool(others), "duplicates of a block that is not cached, or none")
+            cached[block_hash] += others
         for block in pool.blocks[1:]:
             _require(
                 block.ref_cnt == holders[block.block_id],
@@ -243,11 +248,11 @@ class KVCacheManager:
             )
             _require((block.ref_cnt == 0) == (block.block_id in free_set), f"{block}: free and used disagree")
             _require(
-                block.block_hash is None or block in pool.cached_blocks.get(block.block_hash, ()),
+                block.block_hash is None or block in cached[block.block_hash],
                 f"{block} carries a hash that the map does not know",
             )
-        for block_hash, blocks in pool.cached_blocks.items():
-            _require(bool(blocks), "the hash map keeps an empty entry")
+        for block_hash, blocks in cached.items():
+            _require(len(set(blocks)) == len(blocks), "the hash map names a block twice")
             for block in blocks:
                 _require(block.block_hash == block_hash, f"{block} is listed under a hash that it does not carry")
         _require(set(self.block_tables) == set(self.num_published), "tables and published counts disagree")

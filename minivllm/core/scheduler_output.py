@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from minivllm.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NewRequestData:
     """What an executor needs of a request and is told once; it keeps the tokens, and adds those that it samples."""
 

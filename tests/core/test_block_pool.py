@@ -141,6 +141,14 @@ class TestPrefixCache:
         pool.evict(second)
         assert pool.get_cached_block(b"same") is None and not pool.cached_blocks
 
+    def test_of_three_the_oldest_that_is_left_is_hit(self):
+        pool = BlockPool(4)
+        first, second, third = cached(pool, b"same", b"same", b"same")
+        pool.evict(second)
+        assert pool.get_cached_block(b"same") is first
+        pool.evict(first)
+        assert pool.get_cached_block(b"same") is third and not pool.duplicates
+
     def test_a_block_of_a_step_that_was_confirmed_stays(self):
         pool = BlockPool(4)
         [block] = cached(pool, b"one")

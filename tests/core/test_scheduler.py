@@ -190,7 +190,8 @@ class TestPrefixCache:
         step(scheduler)
         pool = scheduler.kv_cache_manager.block_pool
         request = scheduler.requests["a"]
-        assert [b.block_id for b in pool.cached_blocks[request.block_hashes[1]]] == [2, 3]
+        assert pool.cached_blocks[(shared := request.block_hashes[1])].block_id == 2
+        assert [b.block_id for b in pool.duplicates[shared]] == [3]
         scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
         scheduler.add_request(make_request("c", [*range(7), 1000, 5]))
         output = scheduler.schedule()

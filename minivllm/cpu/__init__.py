@@ -21,6 +21,7 @@ class CPUKernels:
     traced: bool = True  # no Python between two attentions (traced.py)
     paged_decode: bool = True  # decodes read the pages where they lie (paged_decode.py)
     mapped_memory: bool = True  # the KV cache in pages of 2 MiB (host_memory.py)
+    adaptive_threads: bool = True  # one thread while other programs keep the cores busy (threads.py)
 
     @classmethod
     def all(cls, on: bool) -> CPUKernels:

@@ -9,6 +9,7 @@ import torch
 from minivllm.attention import KVCache, get_backend
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.cpu import CPUKernels, host_memory, prepare
+from minivllm.cpu.threads import StepThreads
 from minivllm.executor import memory
 from minivllm.executor.torch_executor import TorchExecutor
 
@@ -44,7 +45,9 @@ def build_torch_executor(
         host = torch.device("cpu")
         memory.check_pool_fits_memory(num_tier_slots, bytes_per_block, host)
         tier = KVCache(loaded.config, num_tier_slots, block_size, dtype, host, **zeros)
-    return TorchExecutor(model, kv_cache, attention, max_model_len, tier), scheduler_config, cache_config
+    threads = StepThreads() if kernels.adaptive_threads and device.type == "cpu" else None
+    executor = TorchExecutor(model, kv_cache, attention, max_model_len, tier=tier, threads=threads)
+    return executor, scheduler_config, cache_config
 
 
 def _check_model_len(loaded: LoadedModel, max_model_len: int | None) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minivllm.attention import AttentionBackend, AttentionMetadata, KVCache
 from minivllm.core.scheduler_output import SchedulerOutput
-from minivllm.cpu.threads import one_thread_after_fork
+from minivllm.cpu.threads import StepThreads, one_thread_after_fork
 from minivllm.executor.base import ModelOutput, PositionLogprobs
 from minivllm.executor.sampler import sample, top_logprobs
 from minivllm.models.causal_lm import CausalLM
@@ -45,7 +45,7 @@ class CachedRequestState:
 class TorchExecutor:
     """Owns the weights, the KV cache, and the tokens and block table of each request.
 
-    `tier` holds the pages of a second tier, one block a slot.
+    `tier` holds the pages of a second tier, one block a slot; `threads` chooses torch's threads for each step.
     on_step: a hook, `on_step(scheduler_output, metadata)` before each forward pass.
     on_logits: a hook, `on_logits(request, first_position, logits [n, V])`; while it is set, logits are computed for
     every token of every step.
@@ -58,10 +58,12 @@ class TorchExecutor:
         attention: AttentionBackend,
         max_model_len: int,
         tier: KVCache | None = None,
+        threads: StepThreads | None = None,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.tier = tier
+        self.threads = threads or contextlib.nullcontext()
         self.attention = attention
         self.block_size = kv_cache[0].block_size
         self.device = kv_cache[0].device
@@ -90,7 +92,7 @@ class TorchExecutor:
             cache.write(key, value, metadata.slot_mapping)
             return self.attention.forward(query, cache, plan)
 
-        with _no_autocast(self.device.type):
+        with self.threads, _no_autocast(self.device.type):
             hidden = self.model(token_ids, positions, attend)
             return self._sample(scheduler_output, hidden, metadata.query_start_loc)
 

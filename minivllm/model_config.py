@@ -109,7 +109,6 @@ class ModelConfig:
     sliding_window: int | None = None  # tokens; None also when the config names a window that is switched off
     dtype: str | None = None  # the checkpoint's: "float32", "bfloat16" or "float16"
     eos_token_ids: tuple[int, ...] = ()
-    architectures: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -213,7 +212,6 @@ class ModelConfig:
             sliding_window=spec.sliding_window if SLIDING in spec.layer_types else None,
             dtype=named_dtype(config),
             eos_token_ids=_token_ids(config, "eos_token_id", spec.vocab_size),
-            architectures=names(config, "architectures"),
             **(_read_gpt2(config) if is_gpt2 else _read_llama(config, positions)),
         )
 

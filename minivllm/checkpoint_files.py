@@ -1,6 +1,7 @@
 """The files of a checkpoint's folder: which of them hold the weights.
 
-Standard library only: the planner counts the bytes of the files that the engine loads.
+Standard library only. The planner counts their bytes for whichever server is to load them, so it knows .bin files too,
+which this engine does not open (they are Python pickles).
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def weight_files(folder: Path) -> list[Path]:
 def checkpoint_bytes(path: str | Path) -> int | None:
     """Size of the weights in a checkpoint's folder, or beside its config.json: what a model of mixed precision takes.
 
-    Beside what the engine loads, all parts of a split file without an index, or the only GGUF. None if they are not all
-    there, or if it is unclear which of several files are the model's.
+    Beside `weight_files`, all parts of a split file without an index, or the only GGUF. None if they are not all there,
+    or if it is unclear which of several files are the model's.
     """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     try:

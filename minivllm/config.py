@@ -88,7 +88,9 @@ class SchedulerConfig:
         require_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         require_bool("enable_chunked_prefill", self.enable_chunked_prefill)
         if self.policy not in POLICIES:
-            raise ValueError(f"scheduling_policy must be one of {', '.join(POLICIES)}, got {self.policy!r}.")
+            raise ValueError(
+                f"policy (LLM's scheduling_policy) must be one of {', '.join(POLICIES)}, got {self.policy!r}."
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

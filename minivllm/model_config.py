@@ -109,7 +109,6 @@ class ModelConfig:
     sliding_window: int | None = None  # tokens; None also when the config names a window that is switched off
     dtype: str | None = None  # the checkpoint's: "float32", "bfloat16" or "float16"
     eos_token_ids: tuple[int, ...] = ()
-    architectures: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -213,7 +212,6 @@ class ModelConfig:
             sliding_window=spec.sliding_window if SLIDING in spec.layer_types else None,
             dtype=named_dtype(config),
             eos_token_ids=_token_ids(config, "eos_token_id", spec.vocab_size),
-            architectures=names(config, "architectures"),
             **(_read_gpt2(config) if is_gpt2 else _read_llama(config, positions)),
         )
 
@@ -336,8 +334,8 @@ def _read_rope(config: dict[str, Any], max_position_embeddings: int) -> RopeConf
         raise ValueError(f"partial_rotary_factor={partial} is not supported; only whole heads are rotated")
     if rope.get("mrope_section"):
         raise ValueError("mrope_section (multimodal RoPE) is not supported")
-    factor, rope_type = rope.get("factor"), rope.get("rope_type") or rope.get("type")
-    if factor is not None and rope_type is None:
+    rope_type = rope.get("rope_type") or rope.get("type")
+    if rope.get("factor") is not None and rope_type is None:
         raise ValueError(f"rope_parameters (or rope_scaling) has a factor but no rope_type: {rope}")
     thetas = (rope.get("rope_theta"), config.get("rope_theta"), 10000.0)
     theta = next(theta for theta in thetas if theta is not None)
@@ -348,13 +346,8 @@ def _read_rope(config: dict[str, Any], max_position_embeddings: int) -> RopeConf
     # Outside the dict it wins, as in transformers; absent, the model was trained at the length the config states.
     key = "original_max_position_embeddings"
     original = whole(config, key, default=whole(rope, key, default=max_position_embeddings))
-    if factor is None and rope_type == "yarn":
-        factor = max_position_embeddings / original
-    needed = ("low_freq_factor", "high_freq_factor") if rope_type == "llama3" else ()
-    missing = [key for key in needed if rope.get(key) is None] + (["factor"] if factor is None else [])
-    if missing:
-        raise ValueError(f"rope type {rope_type!r} needs {', '.join(missing)} in rope_parameters (or rope_scaling)")
-    optional = (
+    names = (
+        "factor",
         "low_freq_factor",
         "high_freq_factor",
         "beta_fast",
@@ -364,9 +357,11 @@ def _read_rope(config: dict[str, Any], max_position_embeddings: int) -> RopeConf
         "mscale_all_dim",
         "truncate",
     )
-    return replace(
-        plain,
-        factor=factor,
-        original_max_position_embeddings=original,
-        **{key: rope[key] for key in optional if rope.get(key) is not None},
-    )
+    given = {key: rope[key] for key in names if rope.get(key) is not None}
+    if rope_type == "yarn":
+        given.setdefault("factor", max_position_embeddings / original)
+    needed = ("low_freq_factor", "high_freq_factor", "factor") if rope_type == "llama3" else ("factor",)
+    missing = [key for key in needed if key not in given]
+    if missing:
+        raise ValueError(f"rope type {rope_type!r} needs {', '.join(missing)} in rope_parameters (or rope_scaling)")
+    return replace(plain, original_max_position_embeddings=original, **given)

@@ -135,12 +135,13 @@ def _attend(
 
 
 def can_run(cache: LayerKVCache) -> bool:
-    """Whether pages can be read this way: float32 on the CPU, with a PyTorch that has the products."""
-    return cache.device.type == "cpu" and cache.dtype == torch.float32 and _has_products()
+    """Whether pages can be read this way: float32 on the CPU, with a PyTorch that has the sparse products."""
+    return cache.device.type == "cpu" and cache.dtype == torch.float32 and _has_sparse_products()
 
 
 @functools.cache
-def _has_products() -> bool:
+def _has_sparse_products() -> bool:
+    """Whether this PyTorch has the sparse products and they give the right result, by a small trial."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch says once that its sparse tensors are in beta
         try:

@@ -54,7 +54,7 @@ def _environment() -> Any:
     class Generation(jinja2.ext.Extension):
         """{% generation %}...{% endgeneration %} marks the assistant's text for training; here it is just text."""
 
-        tags = frozenset({"generation"})
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
 
         def parse(self, parser):
             next(parser.stream)

@@ -55,7 +55,7 @@ class GGUFFile:
         with self._naming("is damaged or not a GGUF file"):
             # Copy on write, because torch wants arrays that it may write to; a plain array, as memmaps slice slowly.
             self._data = np.asarray(np.memmap(path, mode="c"))
-            self._bytes = memoryview(self._data)
+            self._bytes = self._data.data
             magic, version = self._bytes[:4].tobytes(), self._read("4xI")
             if magic != b"GGUF" or version not in (2, 3):
                 raise ValueError(f"starts with {magic!r}, version {version}")

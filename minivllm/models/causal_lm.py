@@ -42,6 +42,10 @@ class CausalLM(nn.Module):
     def decoder_layers(self) -> Sequence[DecoderLayer]:
         raise NotImplementedError
 
+    def tie_weights(self) -> None:
+        """Make the output head the token embedding itself, where the config says so."""
+        raise NotImplementedError
+
     def embed(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """x [T, hidden_size], and what the layers need to know of the positions, if anything."""
         raise NotImplementedError

@@ -68,7 +68,6 @@ class GPT2(CausalLM):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Make the output head the token embedding itself, where the config says so."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.wte.weight
 

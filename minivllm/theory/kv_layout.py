@@ -39,13 +39,16 @@ class KVLayout:
         """
         require_int("num_tokens", num_tokens, 1)
         require_int("tokens_in_flight", tokens_in_flight, 1)
-        formula, terms, total = [], {}, 0
+        formula: list[str] = []
+        terms: dict[str, float] = {}
+        total = 0
         if FULL in self.num_groups:
             formula.append("full_groups * ceil(tokens / block_size)")
             size = self.block_sizes[FULL]
             terms |= {"full_groups": self.num_groups[FULL], "tokens": num_tokens, "block_size": size}
             total += self.num_groups[FULL] * cdiv(num_tokens, size)
         if SLIDING in self.num_groups:
+            assert self.sliding_window is not None  # a ModelSpec with such layers names it
             kept = min(self.sliding_window - 1 + tokens_in_flight, num_tokens)
             size = self.block_sizes[SLIDING]
             name = "block_size" if terms.get("block_size", size) == size else "windowed_block_size"

@@ -187,8 +187,7 @@ def _plan(spec: ModelSpec, device: Device, settings: Settings) -> Plan:
     check_parallel(spec, settings.tp, settings.pp)
     check_context(spec, settings.context)
     batched, max_num_seqs = _batch_limits(device, settings)
-    sizes = {"kv_dtype": settings.kv_dtype, "tp": settings.tp, "pp": settings.pp}
-    per_token = kv_bytes_per_token(spec, **sizes)
+    per_token = kv_bytes_per_token(spec, settings.kv_dtype, settings.tp, settings.pp)
     weights, activation_peak = _memory(spec, settings, max_num_seqs, batched)
     budget = kv_budget(
         device.memory_bytes, settings.gpu_memory_utilization, weights, activation_peak, settings.other_bytes
@@ -203,7 +202,7 @@ def _plan(spec: ModelSpec, device: Device, settings: Settings) -> Plan:
         activation_peak=activation_peak,
         budget=budget,
         per_token=per_token,
-        layout=kv_layout(spec, **sizes, block_size=settings.block_size),
+        layout=kv_layout(spec, settings.kv_dtype, settings.tp, settings.pp, block_size=settings.block_size),
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 from minivllm.checks import require_int
 from minivllm.theory.dtypes import EXPERTS_ONLY
@@ -357,13 +358,22 @@ def step_cost(
     return CostModel(spec, weight_dtype, kv_dtype, tp).step(chunks, num_sampled)
 
 
-def decode_step(spec: ModelSpec, batch: int, context: int, **options: object) -> Step:
+class StepOptions(TypedDict, total=False):
+    """The options of `step_cost`, to be handed on."""
+
+    weight_dtype: str
+    kv_dtype: str
+    tp: int
+    num_sampled: int | None
+
+
+def decode_step(spec: ModelSpec, batch: int, context: int, **options: Unpack[StepOptions]) -> Step:
     """`batch` requests that each compute one token, which makes them `context` tokens long. Options of `step_cost`."""
     require_int("batch", batch, 1)
     return step_cost(spec, [(1, context)] * batch, **options)
 
 
-def prefill_step(spec: ModelSpec, num_tokens: int, cached: int = 0, **options: object) -> Step:
+def prefill_step(spec: ModelSpec, num_tokens: int, cached: int = 0, **options: Unpack[StepOptions]) -> Step:
     """A prompt of `num_tokens`, of which the first `cached` need not be computed. Options of `step_cost`."""
     require_int("cached", cached, 0)
     return step_cost(spec, [(num_tokens - cached, num_tokens)], **options)
@@ -421,7 +431,7 @@ def visible_pairs(new: int, end: int, window: int | None = None) -> int:
     return (first + window - 1) * below // 2 + (new - below) * window
 
 
-def flops_per_pair(spec: ModelSpec, is_decode: bool, kind: str = FULL) -> float:
+def flops_per_pair(spec: ModelSpec, is_decode: bool, kind: str = FULL) -> int:
     """Operations per (query, key) pair in one layer, all heads: q . k, and the value's weighted sum.
 
     Latent attention decodes on the compressed vectors themselves, which are longer than a head's keys; a prefill

@@ -10,6 +10,7 @@ from minivllm.theory.plan import as_served
 from minivllm.theory.quantity import Quantity
 from minivllm.theory.roofline import (
     Step,
+    StepOptions,
     StepTime,
     critical_batch,
     critical_batch_with_kv,
@@ -82,7 +83,7 @@ def roofline_report(spec: ModelSpec, device: Device, settings: RooflineSettings)
     context = settings.context or min(DEFAULT_CONTEXT, spec.max_position_embeddings)
     check_context(spec, context)
     compute_dtype = _compute_dtype(spec, device, settings)
-    options = {"weight_dtype": settings.weight_dtype, "kv_dtype": settings.kv_dtype, "tp": settings.tp}
+    options: StepOptions = {"weight_dtype": settings.weight_dtype, "kv_dtype": settings.kv_dtype, "tp": settings.tp}
     steps = [("prefill", 1, prefill_step(spec, context, **options))]
     steps += [("decode", batch, decode_step(spec, batch, context, **options)) for batch in settings.batches]
     timed = tuple(

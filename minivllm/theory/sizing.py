@@ -53,8 +53,8 @@ def _why_not_tp(spec: ModelSpec, tp: int) -> str:
         if spec.latent is None and heads % tp and tp % heads:
             return f"{heads} KV heads: tp must divide them or be a multiple of them, and {tp} is neither"
     if spec.linear is not None and (spec.linear.num_key_heads % tp or spec.linear.num_value_heads % tp):
-        heads = f"{spec.linear.num_key_heads} key and {spec.linear.num_value_heads} value heads of linear attention"
-        return f"{heads}, which {tp} GPUs cannot share evenly"
+        both = f"{spec.linear.num_key_heads} key and {spec.linear.num_value_heads} value heads of linear attention"
+        return f"{both}, which {tp} GPUs cannot share evenly"
     return ""
 
 
@@ -133,8 +133,8 @@ def kv_bytes_per_token(
     check_parallel(spec, tp, pp)
     kinds = (FULL,) if beyond_window else (FULL, SLIDING)
     if spec.has_two_shapes:
-        full, windowed = (kv_bytes_per_token_and_layer(spec, kv_dtype, tp, kind) for kind in (FULL, SLIDING))
-        windowed = 0 if beyond_window else windowed
+        full = kv_bytes_per_token_and_layer(spec, kv_dtype, tp, FULL)
+        windowed = 0 if beyond_window else kv_bytes_per_token_and_layer(spec, kv_dtype, tp, SLIDING)
         stage = max(pipeline_stages(spec, pp), key=lambda s: s.count(FULL) * full + s.count(SLIDING) * windowed)
         return Quantity(
             stage.count(FULL) * full + stage.count(SLIDING) * windowed, "B", "KV cache of a token",

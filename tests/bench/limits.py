@@ -3,7 +3,7 @@
     python tests/bench/limits.py --model smollm2-135m --batch 1 4 8
 
 one_row: one pass of `x @ W`, one row, over all matrices of the model, each stored input-major: the bandwidth limit of
-batch 1. products: the packed products that minivllm runs, B rows, and nothing else of a step.
+batch 1. products: the products that minivllm runs, merged and packed, B rows, and nothing else of a step.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import minivllm  # noqa: F401 - before torch: it sets how torch's threads wait
+
+# isort: split
 import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from timing import parse_args
 
-from minivllm.cpu.packed_linear import pack_weights
+from minivllm.cpu import CPUKernels, prepare
+from minivllm.cpu.packed_linear import PackedLinear
 from minivllm.loading.weights import load_model
 from minivllm.measure import measure_bandwidth, measure_matmul
 from minivllm.models.layers import Conv1D
@@ -35,6 +39,10 @@ def median_s(run: Callable[[], object], repeats: int) -> float:
     return sorted(times)[len(times) // 2]
 
 
+def input_size(layer: nn.Module) -> int:
+    return layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features
+
+
 def measure_one_row(model: nn.Module, repeats: int) -> str:
     weights = [
         (layer.weight if isinstance(layer, Conv1D) else layer.weight.t()).contiguous()
@@ -46,8 +54,8 @@ def measure_one_row(model: nn.Module, repeats: int) -> str:
     return f"one_row_tok_s={1 / seconds:.1f}"
 
 
-def measure_products(layers: list[nn.Module], sizes: list[int], batch: int, repeats: int) -> str:
-    rows = [torch.randn(batch, size) for size in sizes]
+def measure_products(layers: list[nn.Module], batch: int, repeats: int) -> str:
+    rows = [torch.randn(batch, input_size(layer)) for layer in layers]
     seconds = median_s(lambda: [layer(x) for layer, x in zip(layers, rows, strict=True)], repeats)
     return f"batch={batch} products_tok_s={batch / seconds:.1f}"
 
@@ -61,14 +69,10 @@ def main() -> None:
     model = load_model(args.model).model
     print(measure_one_row(model, repeats), flush=True)
 
-    linear = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, (nn.Linear, Conv1D))]
-    names = [name for name, _ in linear]
-    sizes = [layer.weight.shape[0 if isinstance(layer, Conv1D) else 1] for _, layer in linear]
-    del linear
-    pack_weights(model)
-    layers = [model.get_submodule(name) for name in names]
+    model = prepare(model, CPUKernels(traced=False))
+    layers = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, Conv1D, PackedLinear))]
     for batch in args.batch:
-        print(measure_products(layers, sizes, batch, repeats), flush=True)
+        print(measure_products(layers, batch, repeats), flush=True)
 
 
 if __name__ == "__main__":

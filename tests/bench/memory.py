@@ -53,7 +53,7 @@ def main() -> None:
         4 * layer.in_features * layer.out_features for layer in model.modules() if isinstance(layer, PackedLinear)
     )
     weights = (sum(parameter.nbytes for parameter in model.parameters()) + packed) / MIB
-    pool = llm.executor.kv_cache.nbytes / MIB
+    pool = llm.executor.kv_cache.pages.nbytes / MIB
     # The widest moment of a chunk: the residual stream, the norm's result, gate, up and their product; then the logits.
     tokens = min(llm.scheduler_config.max_num_batched_tokens, batch * args.prompt)
     widest = tokens * (3 * config.hidden_size + 3 * config.intermediate_size) + 2 * batch * config.vocab_size

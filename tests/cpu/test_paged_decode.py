@@ -79,8 +79,8 @@ def test_the_gathered_way_runs_where_this_one_cannot(why, monkeypatch):
             raise RuntimeError("not compiled with sparse products")
 
         monkeypatch.setattr(paged_decode, "_attend", missing)
-        paged_decode._has_products.cache_clear()
-        monkeypatch.setattr(paged_decode, "_has_products", paged_decode._has_products.__wrapped__)
+        paged_decode._has_sparse_products.cache_clear()
+        monkeypatch.setattr(paged_decode, "_has_sparse_products", paged_decode._has_sparse_products.__wrapped__)
     assert not paged_decode.can_run(kv_cache)
     out = get_backend("fast")(query, kv_cache, metadata)
     torch.testing.assert_close(out.double(), dense_attention(query, metadata, dense), atol=2e-6, rtol=1e-5)

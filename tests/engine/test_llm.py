@@ -220,7 +220,7 @@ class TestRefusals:
             ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override must be a whole number of at least 2, got 1"),
             ({"num_gpu_blocks_override": 64}, r"needs 64 KV blocks of 16, but the pool has 63 .* that fits is 1,009\."),
             ({"num_gpu_blocks_override": 10**9}, r"1,000,000,000 KV blocks take .* GiB, but this cpu has .* would fit"),
-            ({"scheduling_policy": "sjf"}, "scheduling_policy must be one of fcfs, priority, got 'sjf'"),
+            ({"scheduling_policy": "sjf"}, r"scheduling_policy\) must be one of fcfs, priority, got 'sjf'"),
             ({"max_num_seqs": 0}, "max_num_seqs must be a whole number of at least 1"),
             (
                 {"max_num_seqs": 64, "max_num_batched_tokens": 32},

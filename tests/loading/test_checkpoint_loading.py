@@ -136,7 +136,7 @@ def test_dtype(checkpoint):
     torch.testing.assert_close(our_logits(model, token_ids()), logits, atol=0.05, rtol=0)
     config = load_model(folder).config
     assert weights._choose_dtype("auto", config, torch.device("cuda")) == torch.float16
-    with pytest.raises(ValueError, match="dtype 'int8' is not supported; supported: auto, float32, bfloat16, float16"):
+    with pytest.raises(ValueError, match="dtype 'int8' is not supported; supported: auto, float32, float16, bfloat16"):
         load_model(folder, dtype="int8")
     for dtype in ([], None, 5, torch.int8):
         refused(folder, f"dtype {re.escape(repr(dtype))} is not supported; supported: auto, float32", dtype=dtype)

@@ -54,7 +54,7 @@ def test_gpt2_as_published():
     )
     assert config == ModelConfig(
         "gpt2", 50257, 768, 12, 12, 12, 64, 3072, 1024, "gelu_new", 1e-5, True,
-        qkv_bias=True, o_proj_bias=True, mlp_bias=True, eos_token_ids=(50256,), architectures=("GPT2LMHeadModel",),
+        qkv_bias=True, o_proj_bias=True, mlp_bias=True, eos_token_ids=(50256,),
     )  # fmt: skip
     assert config.max_model_len == 1024 and config.rope is None
 
@@ -188,7 +188,6 @@ def test_other_rope_types_are_refused_by_name(rope_type, key):
         (dict(rms_norm_eps=float("nan")), "'rms_norm_eps' is nan; expected a small number above 0"),
         (dict(hidden_act=None), "'hidden_act' is None; expected a name"),
         (dict(tie_word_embeddings="false"), "'tie_word_embeddings' is 'false'; expected true or false"),
-        (dict(architectures=5), "'architectures' is 5; expected a list of names"),
         (dict(layer_types=5), "'layer_types' is 5; expected a list of names"),
         (dict(layer_types=[["x"]]), r"'layer_types' is \[\['x'\]\]; expected a list of names"),
         (dict(original_max_position_embeddings="x", rope_parameters={"type": "yarn"}), "'original_max_.*' is 'x'"),

@@ -28,6 +28,18 @@ def best_seconds(work: Callable[[], object], repeats: int = 5) -> float:
     return min(once() for _ in range(repeats))
 
 
+def measure_cores(seconds: float = 0.2) -> float:
+    """How many cores torch's threads get in a matrix product, about: less than there are threads if others use them."""
+    import torch
+
+    a = torch.ones(1024, 1024)
+    a @ a
+    start, processor_start = time.perf_counter(), time.process_time()
+    while time.perf_counter() - start < seconds:
+        a @ a
+    return (time.process_time() - processor_start) / (time.perf_counter() - start)
+
+
 def measure_bandwidth(device: str | torch.device = "cpu", size_mib: int = 256) -> float:
     """Memory read bandwidth in GB/s: summing `size_mib` MiB of float32, more than the caches hold."""
     import torch

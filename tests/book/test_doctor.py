@@ -65,6 +65,16 @@ def test_too_little_memory_is_seen(monkeypatch):
     assert doctor.check_memory().ok is False
 
 
+@pytest.mark.parametrize(("got", "ok"), [(1.8, True), (1.0, None)])
+def test_cores_that_others_use_are_seen(got, ok, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(doctor, "measure_cores", lambda: got)
+    check = doctor.check_waiting()
+    assert check.ok is ok and f"2 threads got {got} cores" in check.detail
+
+
 @pytest.mark.parametrize("damage", ["no folder", "config.json", "model.safetensors", "tokenizer.json"])
 def test_a_damaged_embedded_model_can_be_restored(damage, monkeypatch, tmp_path, capsys):
     folder = tmp_path / "tiny"

@@ -43,7 +43,7 @@ class StepThreads:
     steps is run with all. Outside the steps torch keeps the number that its user gave it.
     """
 
-    STRETCH = 0.15  # s of steps that are judged together
+    STRETCH = 0.5  # s of steps that are judged together: the system counts processor time in lumps
     ENOUGH = 1.2  # cores
     PAUSES = (2.0, 30.0)  # s with one thread until all are tried again; doubled each time that it was no use
 

@@ -43,17 +43,17 @@ def test_a_quiet_machine_keeps_its_threads():
     assert set(Machine(cores=1.45).run(20.0)) == {2}
 
 
-def test_on_a_busy_machine_one_thread_after_a_sixth_of_a_second():
+def test_on_a_busy_machine_one_thread_after_half_a_second():
     steps = Machine(cores=1.0).run(1.0)
-    assert set(steps[:15]) == {2} and set(steps[16:]) == {1}
+    assert set(steps[:50]) == {2} and set(steps[51:]) == {1}
 
 
 def test_all_are_tried_again_less_and_less_often():
     steps = Machine(cores=1.0).run(100.0)
     tries = [i for i in range(1, len(steps)) if steps[i - 1] == 1 and steps[i] == 2]
     pauses = [(b - a) / 100 for a, b in itertools.pairwise(tries)]
-    assert pauses[:3] == pytest.approx([4.15, 8.15, 16.15], abs=0.05) and max(pauses) < 30.5
-    assert steps.count(2) / len(steps) < 0.02
+    assert pauses[:3] == pytest.approx([4.5, 8.5, 16.5], abs=0.05) and max(pauses) < 31
+    assert steps.count(2) / len(steps) < 0.05
 
 
 def test_when_the_other_program_ends_all_come_back():
@@ -74,7 +74,7 @@ def test_a_pause_between_steps_is_no_sign_of_a_busy_machine():
 
 def test_a_step_that_fails_gives_the_threads_back():
     machine = Machine(cores=1.0)
-    machine.run(0.5)
+    machine.run(0.6)
     with pytest.raises(KeyboardInterrupt), machine.threads:
         assert torch.get_num_threads() == 1
         raise KeyboardInterrupt
@@ -83,7 +83,7 @@ def test_a_step_that_fails_gives_the_threads_back():
 
 def test_an_interrupt_before_the_threads_are_given_back_is_made_good_by_the_next_step(monkeypatch):
     machine = Machine(cores=1.0)
-    machine.run(0.5)
+    machine.run(0.6)
     monkeypatch.setattr(StepThreads, "_restore", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt), machine.threads:
         pass
@@ -94,7 +94,7 @@ def test_an_interrupt_before_the_threads_are_given_back_is_made_good_by_the_next
 
 def test_what_the_user_sets_meanwhile_stays():
     machine = Machine(cores=1.0)
-    machine.run(0.5)
+    machine.run(0.6)
     torch.set_num_threads(1)
     with machine.threads:
         machine.now += 0.01

@@ -70,9 +70,8 @@ def pack_weights(model: nn.Module, min_bytes: int = MIN_BYTES) -> int:
         for name, layer in parent.named_children()
         if type(layer).forward in (nn.Linear.forward, Conv1D.forward) and layer.weight.nbytes >= min_bytes  # type: ignore[operator]
     ]
-    weights = [getattr(parent, name).weight for parent, name in places]
-    kinds = {(weight.device, weight.dtype): weight for weight in weights}
-    if not places or not all(map(can_pack, kinds.values())):
+    kinds = {(weight.device, weight.dtype) for weight in (getattr(parent, name).weight for parent, name in places)}
+    if not places or not all(can_pack(*kind) for kind in kinds):
         return 0
     for parent, name in places:
         layer = getattr(parent, name)
@@ -97,9 +96,9 @@ def fastest_min_rows(layer: PackedLinear, tries: int = 8) -> int:
     return FILLED_UP_ROWS if best[FILLED_UP_ROWS] < 0.95 * min(best[1], best[2]) else 1
 
 
-def can_pack(like: Tensor) -> bool:
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether packed products work for weights of this device and dtype, by a small trial."""
-    if like.device.type != "cpu" or like.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+    if device.type != "cpu" or dtype != torch.float32 or not torch.backends.mkldnn.is_available():
         return False
     try:
         generator = torch.Generator("cpu").manual_seed(0)

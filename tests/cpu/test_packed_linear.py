@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,7 @@ from minivllm.loading.weights import load_model
 from minivllm.model_config import ModelConfig
 from minivllm.models.layers import Conv1D
 
-pytestmark = pytest.mark.skipif(not can_pack(torch.zeros(1)), reason="this PyTorch cannot pack")
+pytestmark = pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="this PyTorch cannot pack")
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 33, 257, 1025])
@@ -97,6 +99,23 @@ def test_a_whole_model():
     assert model.wte.weight is embedding  # tied to the output matrix, which is a packed copy now
     assert (our_logits(model, token_ids()) - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert pack_weights(model, min_bytes=0) == 0  # nothing is left to do
+
+
+def test_never_more_than_one_matrix_is_there_twice(monkeypatch):
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    originals = [weakref.ref(layer.weight) for layer in model]
+    alive = []
+
+    class Watched(PackedLinear):
+        def __init__(self, weight, bias):
+            alive.append(sum(ref() is not None for ref in originals))
+            super().__init__(weight, bias)
+
+    monkeypatch.setattr(packed_linear, "PackedLinear", Watched)
+    alive.clear()
+    pack_weights(model, min_bytes=1)
+    assert alive[-6:] == [6, 5, 4, 3, 2, 1]
+    assert not any(ref() for ref in originals)
 
 
 def test_merged_layers_are_packed_too():
